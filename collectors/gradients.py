@@ -1,0 +1,87 @@
+"""Gradient norms before clipping, taken once: the clip uses what was read for the metrics.
+
+Reading every gradient is most of what these metrics would cost, and the trainer's clip reads them anyway. The
+operations and their order are those of ``torch.nn.utils.clip_grad_norm_`` (torch 2.6 to 2.13), so the clipped gradients
+have the same bits; tests compare them for mixed dtypes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+
+from seismograd.telemetry.records import Reading
+
+__all__ = ["Norms", "layer_proportions", "proportion_readings", "take_norms"]
+
+
+@dataclass(frozen=True)
+class Norms:
+    """L2 norms of one step's gradients, on their device.
+
+    Args:
+        parameters: those that have a gradient, P of them, in the order in which they were given.
+        per_parameter: (P,) in the gradients' own precision.
+        total: scalar tensor, with the bits that ``torch.nn.utils.get_total_norm`` gives.
+    """
+
+    parameters: tuple[Tensor, ...]
+    per_parameter: Tensor
+    total: Tensor
+
+
+@torch.no_grad()
+def take_norms(parameters: Sequence[Tensor]) -> Norms | None:
+    """The norms of all gradients, or None where no parameter has one."""
+    having = [p for p in parameters if p.grad is not None]
+    if not having:
+        return None
+    grads = [p.grad for p in having if p.grad is not None]
+    device = grads[0].device
+    norms: list[Tensor] = []
+    order: list[int] = []
+    grouped = _group_tensors_by_device_and_dtype([grads], with_indices=True)
+    for (group_device, _), ([group], indices) in grouped.items():
+        if _has_foreach_support(group, group_device):  # type: ignore[arg-type]
+            norms.extend(torch._foreach_norm(group, 2.0))  # type: ignore[arg-type]
+        else:
+            norms.extend(torch.linalg.vector_norm(g, 2.0) for g in group)  # type: ignore[arg-type]
+        order.extend(indices)
+    stacked = torch.stack([norm.to(device) for norm in norms])
+    total = torch.linalg.vector_norm(stacked, 2.0)
+    return Norms(tuple(having[i] for i in order), stacked, total)
+
+
+def layer_proportions(norms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """rho_l = |g_l| over the geometric mean of the other layers' norms.
+
+    Args:
+        norms: (L,) one step's norms by layer.
+
+    Returns:
+        (L,); NaN for layers whose norm is 0 or not finite, which count for no other layer either, and everywhere where
+        fewer than three layers are left.
+    """
+    usable = np.isfinite(norms) & (norms > 0)
+    count = int(usable.sum())
+    proportions = np.full_like(norms, np.nan)
+    if count < 3:
+        return proportions
+    logs = np.log(norms[usable])
+    proportions[usable] = np.exp(logs - (logs.sum() - logs) / (count - 1))
+    return proportions
+
+
+def proportion_readings(layers: Sequence[str], proportions: NDArray[np.float64]) -> list[Reading]:
+    """The layers' proportions as readings, those that could not be measured left out."""
+    return [
+        Reading("layer_proportion", float(rho), {"layer": layer})
+        for layer, rho in zip(layers, proportions, strict=True)
+        if np.isfinite(rho)
+    ]

@@ -1,0 +1,365 @@
+"""One step, in the training thread: what an adapter calls, in this order, and what happens then.
+
+    begin_step(step)
+    add(batch) ...................... after each micro-batch's forward; caught(i, dL/dlogp) during its backward
+    clip(parameters, max_norm) ...... shadow probe, norms, the one transfer, detection, then the clip
+    end_step() ...................... deployed probe, hand-over to the worker
+
+Everything here is fenced: a fault costs the signal, never the step. What the trainer would have done itself (the clip)
+is done even if all of ours fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from seismograd.collectors.budget import ProbeBudget
+from seismograd.collectors.gradients import Norms, take_norms
+from seismograd.collectors.layers import Grouping
+from seismograd.collectors.payload import Deployed, Gradients, LogPayload, StepPayload
+from seismograd.collectors.ratio import largest_sequence_pull, nonfinite_counts
+from seismograd.collectors.shadow import Precision, shadow_logp
+from seismograd.collectors.table import FLOAT_COLUMNS, HostBatch, TokenTable
+from seismograd.collectors.transfer import Host, Transfer
+from seismograd.telemetry.detector import Detector, Measured
+from seismograd.telemetry.faults import Faults, Fence
+from seismograd.telemetry.records import ClipSpec, Event, Spike, TokenBatch
+
+
+class Outlet(Protocol):
+    """The hub, as far as the training thread knows it. Neither method waits."""
+
+    def put(self, item: Any) -> bool: ...
+
+    def event(self, event: Event) -> None: ...
+
+
+@dataclass
+class _Step:
+    """The step in progress."""
+
+    number: int
+    began: float
+    batches: list[TokenBatch] = field(default_factory=list)
+    prepared: bool = False
+    shadowed: bool = False
+    tokens: TokenTable | None = None
+    gradients: Gradients | None = None
+    spikes: tuple[Spike, ...] = ()
+    deployed: tuple[Deployed, ...] = ()
+
+
+class StepMonitor:
+    """See the module's docstring. All methods are the training thread's.
+
+    Args:
+        model: the trained model, for its parameters' names and the shadow forward.
+        budget: spaces the probes.
+        shadow: the rollout's precision.
+        detector: judges the rules of kind "step".
+        hub: takes payloads and events.
+        faults: fences every part.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget: ProbeBudget,
+        shadow: Precision,
+        detector: Detector,
+        hub: Outlet,
+        faults: Faults,
+    ) -> None:
+        self.clips: tuple[ClipSpec, ...] = ()
+        """How the loss limits its ratios; set by the adapter."""
+        self.overflow_expected = False
+        """The loss is scaled, so that non-finite gradients are routine; set by the adapter."""
+        self._model, self._budget, self._shadow = model, budget, shadow
+        self._detector, self._hub, self._faults = detector, hub, faults
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._groupings: dict[tuple[int, ...], Grouping] = {}
+        self._step: _Step | None = None
+        self._seconds: dict[str, float] = {}
+        self._pending: list[tuple[int, Tensor]] = []  # deployed probes whose result is still on the device
+
+    @property
+    def spikes(self) -> tuple[Spike, ...]:
+        """Spikes found so far in the present step."""
+        return () if self._step is None else self._step.spikes
+
+    def guard(self, part: str) -> _Guard:
+        """``with monitor.guard("norms"):`` fences the block and books its time under the part."""
+        return _Guard(self._faults.fence(part), self._seconds, part)
+
+    def begin_step(self, step: int) -> None:
+        """A step begins; what an unfinished one left is dropped."""
+        self._step = _Step(step, time.perf_counter())
+
+    def add(self, batch: TokenBatch) -> int | None:
+        """Keep a micro-batch until the step ends; returns its position, for `caught`."""
+        if self._step is None or self._step.prepared:
+            return None
+        self._step.batches.append(batch)
+        return len(self._step.batches) - 1
+
+    def caught(self, position: int, loss_weight: Tensor) -> None:
+        """The backward brought dL/dlogp (B, T-1) of the micro-batch at `position`.
+
+        A second backward adds up, as .grad does.
+        """
+        if self._step is None or self._step.prepared:
+            return
+        batch = self._step.batches[position]
+        total = loss_weight if batch.loss_weight is None else batch.loss_weight + loss_weight
+        self._step.batches[position] = replace(batch, loss_weight=total)
+
+    def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """Detect, then clip as ``torch.nn.utils.clip_grad_norm_`` does, to the bit.
+
+        Returns:
+            The global norm before clipping, a scalar tensor.
+        """
+        norms = self.prepare(parameters, clipping=True)
+        if norms is None:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norms.total)
+        return norms.total
+
+    def prepare(self, parameters: Sequence[Tensor], clipping: bool = False) -> Norms | None:
+        """Probe, read the norms, transfer and judge, once a step, before the optimizer step.
+
+        Args:
+            parameters: those that are trained.
+            clipping: the caller clips with the norms, so that reading them is not a cost of ours.
+        """
+        step = self._step
+        first = step is not None and not step.prepared
+        if step is not None and first:
+            step.prepared = True
+            self._probe_shadow(step)
+        norms: Norms | None = None
+        if self._faults.working("norms"):
+            with self._faults.fence("norms") if clipping else self.guard("norms"):
+                norms = take_norms(parameters)
+        if step is not None and first:
+            self._judge(step, norms)
+        return norms
+
+    def before_optimizer(self, parameters: Sequence[Tensor]) -> None:
+        """The last moment before the weights move; a step that has clipped has been judged already."""
+        if self._step is not None and not self._step.prepared:
+            self.prepare(parameters)
+
+    def end_step(self) -> None:
+        """The optimizer has stepped: probe what was deployed, and hand the step over."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        if not step.prepared:  # the loop neither clipped nor gave us its optimizer: there are tokens only
+            self._judge(step, None)
+        self._probe_deployed(step)
+        seconds = time.perf_counter() - step.began
+        with self.guard("handover"):
+            self._budget.trained(seconds)
+            mine, self._seconds = self._seconds, {}
+            self._hub.put(
+                StepPayload(
+                    step=step.number,
+                    ended=time.time(),
+                    seconds=seconds,
+                    tokens=step.tokens,
+                    clips=self.clips,
+                    gradients=step.gradients,
+                    overflow_expected=self.overflow_expected,
+                    spikes=step.spikes,
+                    hook_seconds=mine,
+                    probe_ages=self._budget.ages(step.number),
+                    deployed=step.deployed,
+                )
+            )
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Hand over what the trainer logs; what is not a number is left out."""
+        with self.guard("handover"):
+            numbers = {
+                k: float(x) for k, x in values.items() if isinstance(x, (int, float)) and not isinstance(x, bool)
+            }
+            if numbers:
+                self._hub.put(LogPayload(step, numbers))
+
+    def finish(self) -> None:
+        """Training ends: hand over what waits for a further step's transfer."""
+        if self._pending:
+            with self.guard("handover"):
+                transfer = Transfer()
+                self._add_pending(transfer)
+                for found in self._take_pending(transfer.fetch()):
+                    self._hub.put(found)
+
+    # -- probes ---------------------------------------------------------------------------------------------------
+
+    def _probe_shadow(self, step: _Step) -> None:
+        if not self._due("shadow", step):
+            return
+        began = time.perf_counter()
+        with self.guard("probe_shadow") as guard:
+            step.batches = [replace(batch, shadow_logp=self._shadow_logp(batch)) for batch in step.batches]
+            step.shadowed = True
+        self._budget.spent("shadow", step.number, time.perf_counter() - began)
+        if guard.failed:
+            step.batches = [replace(batch, shadow_logp=None) for batch in step.batches]
+
+    def _probe_deployed(self, step: _Step) -> None:
+        """Needs the shadow of this very step as its before; the result stays on the device until the next transfer."""
+        if not (step.shadowed and self._due("deployed", step)):
+            return
+        began = time.perf_counter()
+        with self.guard("probe_deployed"):
+            gains = [self._gain(batch) for batch in step.batches if batch.advantage is not None]
+            if gains:
+                total = torch.stack(gains).sum(dim=0)
+                self._pending.append((step.number, total[0] / total[1].clamp(min=1.0)))
+        self._budget.spent("deployed", step.number, time.perf_counter() - began)
+
+    def _due(self, probe: str, step: _Step) -> bool:
+        return (
+            self._faults.working(f"probe_{probe}")
+            and bool(step.batches)
+            and all(batch.replay is not None for batch in step.batches)
+            and self._budget.due(probe, step.number)
+        )
+
+    def _shadow_logp(self, batch: TokenBatch) -> Tensor:
+        assert batch.replay is not None
+        return shadow_logp(self._model, batch.replay, self._shadow)
+
+    @torch.no_grad()
+    def _gain(self, batch: TokenBatch) -> Tensor:
+        """(2,) sum of the trained tokens' (after - before) * sign(A), and their number."""
+        assert batch.shadow_logp is not None
+        assert batch.advantage is not None
+        gain = (self._shadow_logp(batch) - batch.shadow_logp) * torch.sign(batch.advantage)
+        counted = batch.mask & torch.isfinite(gain)
+        return torch.stack([torch.where(counted, gain, 0.0).sum(), counted.sum()])
+
+    # -- the transfer ---------------------------------------------------------------------------------------------
+
+    def _fetch(self, step: _Step, norms: Norms | None) -> None:
+        """One device-to-host copy, then the step's tables on the host."""
+        transfer = Transfer()
+        if norms is not None:
+            transfer.add("norms", norms.per_parameter)
+            transfer.add("total", norms.total)
+        for i, batch in enumerate(step.batches):
+            for key, tensor in _columns(batch):
+                transfer.add((i, key), tensor)
+        self._add_pending(transfer)
+        host = transfer.fetch()
+        if norms is not None:
+            step.gradients = self._gradients(norms, host["norms"], float(host["total"]))
+        if step.batches:
+            batches = [_host_batch(batch, i, host) for i, batch in enumerate(step.batches)]
+            step.tokens = TokenTable.of(batches, engine=all(batch.engine for batch in step.batches))
+        step.deployed = self._take_pending(host)
+
+    def _add_pending(self, transfer: Transfer) -> None:
+        for number, value in self._pending:
+            transfer.add(("deployed", number), value)
+
+    def _take_pending(self, host: Mapping[Any, Host]) -> tuple[Deployed, ...]:
+        pending, self._pending = self._pending, []
+        return tuple(Deployed(number, float(host["deployed", number])) for number, _ in pending)
+
+    def _gradients(self, norms: Norms, per_parameter: Host, total: float) -> Gradients:
+        key = tuple(map(id, norms.parameters))
+        grouping = self._groupings.get(key)
+        if grouping is None:
+            grouping = Grouping.of([self._names.get(i, "other") for i in key])
+            self._groupings[key] = grouping
+        wide = per_parameter.astype(np.float64)
+        return Gradients(grouping, grouping.norms(wide, total), int((~np.isfinite(wide)).sum()))
+
+    # -- detection ------------------------------------------------------------------------------------------------
+
+    def _judge(self, step: _Step, norms: Norms | None) -> None:
+        with self.guard("transfer"):
+            self._fetch(step, norms)
+        if self._faults.working("detect"):
+            with self.guard("detect"):
+                step.spikes = tuple(self._detector.judge(step.number, self._measure(step)))
+
+    def _measure(self, step: _Step) -> dict[str, Measured]:
+        """What the rules of kind "step" look at."""
+        found: dict[str, Measured] = {}
+        nonfinite: dict[str, int] = {}
+        if step.gradients is not None:
+            series = step.gradients.grouping.series
+            found["grad_norm"] = Measured([{"layer": a, "group": b} for a, b in series], step.gradients.norms)
+            if not self.overflow_expected:
+                nonfinite["gradient"] = step.gradients.nonfinite
+        if step.tokens is not None:
+            nonfinite |= nonfinite_counts(step.tokens)
+            weight = step.tokens.loss_weight
+            if weight is not None and (ok := step.tokens.trained & np.isfinite(weight)).any():
+                largest = np.array([np.abs(weight[ok]).max()])
+                found["loss_weight"] = Measured([{"stat": "abs_max"}], largest)
+                found["sequence_loss_weight"] = Measured([{}], np.array([largest_sequence_pull(step.tokens)]))
+        if nonfinite:
+            counts = np.array(list(nonfinite.values()), dtype=np.float64)
+            found["nonfinite_total"] = Measured([{"where": where} for where in nonfinite], counts)
+        return found
+
+
+class _Guard:
+    """A fence that also books the time of its block, by the clock of the thread."""
+
+    __slots__ = ("_fence", "_part", "_seconds", "_since")
+
+    def __init__(self, fence: Fence, seconds: dict[str, float], part: str) -> None:
+        self._fence, self._seconds, self._part = fence, seconds, part
+
+    @property
+    def failed(self) -> bool:
+        return self._fence.failed
+
+    def __enter__(self) -> _Guard:
+        self._since = time.thread_time()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + time.thread_time() - self._since
+        return self._fence.__exit__(kind, error, trace)
+
+
+def _columns(batch: TokenBatch) -> Iterable[tuple[str, Tensor]]:
+    yield "mask", batch.mask
+    for key in FLOAT_COLUMNS:
+        tensor = getattr(batch, key)
+        if tensor is not None:
+            yield key, tensor
+    for reason, flags in batch.left_out.items():
+        yield f"left_out.{reason}", flags
+    if isinstance(batch.staleness, Tensor):
+        yield "staleness", batch.staleness
+
+
+def _host_batch(batch: TokenBatch, i: int, host: Mapping[Any, Host]) -> HostBatch:
+    staleness: Host | None = host.get((i, "staleness"))
+    if isinstance(batch.staleness, int):
+        staleness = np.full(batch.mask.shape[0], batch.staleness, dtype=np.float32)
+    return HostBatch(
+        mask=host[i, "mask"],
+        columns={key: host[i, key] for key in FLOAT_COLUMNS if (i, key) in host},
+        left_out={reason: host[i, f"left_out.{reason}"] for reason in batch.left_out},
+        staleness=staleness,
+    )

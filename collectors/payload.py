@@ -1,0 +1,98 @@
+"""What the training thread hands to the worker for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seismograd.collectors.layers import Grouping
+from seismograd.collectors.table import TokenTable
+from seismograd.telemetry.records import ClipSpec, Spike
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """One step's gradient norms before clipping.
+
+    Args:
+        grouping: names the series of `norms`.
+        norms: one for each of ``grouping.series``.
+        nonfinite: parameters whose norm is not finite.
+    """
+
+    grouping: Grouping
+    norms: NDArray[np.float64]
+    nonfinite: int
+
+    @property
+    def total(self) -> float:
+        return float(self.norms[0])
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A deployed probe's result, which arrives with the transfer of a later step.
+
+    Args:
+        step: that it was measured at.
+        improvement: mean over trained tokens of (shadow log-prob after the step - before) * sign(advantage), nats.
+    """
+
+    step: int
+    improvement: float
+
+
+@dataclass(frozen=True)
+class StepPayload:
+    """Everything that is known of a step when it ends.
+
+    Args:
+        step: optimizer step.
+        ended: Unix seconds.
+        seconds: wall-clock duration of the step.
+        tokens: the step's tokens, or None where none were seen.
+        clips: how the loss limits its ratios.
+        gradients: or None where they could not be read.
+        overflow_expected: the trainer scales its loss (fp16), and non-finite gradients are its routine.
+        spikes: found in the step.
+        hook_seconds: time spent in the training thread by part.
+        probe_ages: steps since each probe ran.
+        deployed: results that arrived with this step's transfer.
+    """
+
+    step: int
+    ended: float
+    seconds: float
+    tokens: TokenTable | None = None
+    clips: tuple[ClipSpec, ...] = ()
+    gradients: Gradients | None = None
+    overflow_expected: bool = False
+    spikes: tuple[Spike, ...] = ()
+    hook_seconds: Mapping[str, float] = field(default_factory=dict)
+    probe_ages: Mapping[str, int] = field(default_factory=dict)
+    deployed: tuple[Deployed, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Readings that come of it: about 70 of the tokens and the run, and the gradients' series."""
+        return 70 + (0 if self.gradients is None else len(self.gradients.norms))
+
+
+@dataclass(frozen=True)
+class LogPayload:
+    """What the trainer logged itself after a step.
+
+    Args:
+        step: optimizer step that it names.
+        values: by the trainer's own names.
+    """
+
+    step: int
+    values: Mapping[str, float]
+
+    @property
+    def size(self) -> int:
+        return len(self.values)

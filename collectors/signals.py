@@ -1,0 +1,187 @@
+"""The worker's part of a step: payload in, rows and events out. Runs on the hub's thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from seismograd.collectors.clipping import clip_readings
+from seismograd.collectors.gradients import layer_proportions, proportion_readings
+from seismograd.collectors.payload import Deployed, Gradients, LogPayload, StepPayload
+from seismograd.collectors.ratio import (
+    alpha_beta_readings,
+    log_ratio_readings,
+    loss_weight_readings,
+    nonfinite_counts,
+)
+from seismograd.collectors.table import TokenTable
+from seismograd.telemetry.baselines import Robust, RobustState
+from seismograd.telemetry.detector import Detector, measured
+from seismograd.telemetry.faults import Faults
+from seismograd.telemetry.records import ClipSpec, Event, Reading, Row, Spike
+
+log = logging.getLogger("seismograd")
+
+# What each part of the token signals is called where it fails, and the function that computes it.
+_TOKEN_PARTS: tuple[tuple[str, Callable[[TokenTable, Sequence[ClipSpec]], list[Reading]]], ...] = (
+    ("ratio", lambda table, _: alpha_beta_readings(table)),
+    ("log_ratio", lambda table, _: log_ratio_readings(table)),
+    ("clipping", clip_readings),
+    ("loss_weight", lambda table, _: loss_weight_readings(table)),
+)
+
+
+class SignalWorker:
+    """Computes a run's readings and keeps what lasts from step to step: counters and the worker's detector.
+
+    Args:
+        detector: judges the rules of kind "worker".
+        signals: every signal name of the rule table; each is exposed from 0, so that Prometheus sees its first spike.
+        faults: fences each part, and is exposed.
+        cpu_seconds: thread seconds used so far by the worker and by each sink.
+        dropped: readings dropped so far.
+    """
+
+    def __init__(
+        self,
+        detector: Detector,
+        signals: Sequence[str],
+        faults: Faults,
+        cpu_seconds: Callable[[], Mapping[str, float]],
+        dropped: Callable[[], int],
+    ) -> None:
+        self._detector, self._faults = detector, faults
+        self._cpu_seconds, self._dropped = cpu_seconds, dropped
+        self._spikes = Counter(dict.fromkeys(signals, 0))
+        self._nonfinite: Counter[str] = Counter({"gradient": 0})
+        self._zero_steps = 0
+        self._usual = _UsualProportions()
+        self._used: Mapping[str, float] = {}
+        self._hook_total = self._step_total = 0.0
+        self._lock = threading.Lock()
+
+    def process(self, payload: Any) -> tuple[list[Row], list[Event]]:
+        """The rows and events of one payload."""
+        with self._lock:
+            if isinstance(payload, StepPayload):
+                return self._step(payload)
+            if isinstance(payload, Deployed):
+                return [_deployed_row(payload, time.time())], []
+            assert isinstance(payload, LogPayload)
+            readings = tuple(Reading("trainer_metric", x, {"name": name}) for name, x in payload.values.items())
+            return [Row(payload.step, time.time(), readings)], []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Detection state and counters, JSON-serialisable; callable from any thread."""
+        with self._lock:
+            return {
+                "detector": self._detector.state_dict(),
+                "spikes": dict(self._spikes),
+                "nonfinite": dict(self._nonfinite),
+                "zero_steps": self._zero_steps,
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where `state_dict` left off."""
+        with self._lock:
+            self._detector.load_state_dict(state["detector"])
+            self._spikes.update(state["spikes"])
+            self._nonfinite.update(state["nonfinite"])
+            self._zero_steps = int(state["zero_steps"])
+
+    def _step(self, payload: StepPayload) -> tuple[list[Row], list[Event]]:
+        readings: list[Reading] = []
+        if payload.tokens is not None:
+            for part, compute in _TOKEN_PARTS:
+                if self._faults.working(part):
+                    with self._faults.fence(part):
+                        readings += compute(payload.tokens, payload.clips)
+            with self._faults.fence("nonfinite"):
+                self._nonfinite.update(nonfinite_counts(payload.tokens))
+        if payload.gradients is not None:
+            with self._faults.fence("gradients"):
+                readings += self._gradients(payload.gradients, payload.overflow_expected)
+        spikes = list(payload.spikes)
+        if self._faults.working("detect_worker"):
+            with self._faults.fence("detect_worker"):
+                spikes += self._detector.judge(payload.step, measured(readings))
+        self._spikes.update(spike.signal for spike in spikes)
+        readings += [*self._counters(), *self._own_cost(payload)]
+        row = Row(payload.step, payload.ended, tuple(readings))
+        return [*(_deployed_row(d, payload.ended) for d in payload.deployed), row], [_announced(s) for s in spikes]
+
+    def _gradients(self, gradients: Gradients, overflow_expected: bool) -> list[Reading]:
+        series = gradients.grouping.series
+        readings = [
+            Reading("grad_norm", float(norm), {"layer": layer, "group": group})
+            for (layer, group), norm in zip(series, gradients.norms, strict=True)
+        ]
+        self._nonfinite["gradient_overflow" if overflow_expected else "gradient"] += gradients.nonfinite
+        self._zero_steps += gradients.total == 0
+        layers = gradients.grouping.layers
+        proportions = layer_proportions(gradients.norms[1 : 1 + len(layers)])
+        readings += proportion_readings(layers, proportions)
+        heterogeneity = self._usual.largest(layers, proportions)
+        if heterogeneity is not None:
+            readings.append(Reading("heterogeneity", heterogeneity))
+        return readings
+
+    def _counters(self) -> list[Reading]:
+        return [
+            *(Reading("spikes_total", n, {"signal": signal}) for signal, n in self._spikes.items()),
+            *(Reading("nonfinite_total", n, {"where": where}) for where, n in self._nonfinite.items()),
+            Reading("zero_gradient_steps_total", self._zero_steps),
+            *(Reading("faults_total", n, {"part": part}) for part, n in self._faults.counts().items()),
+            Reading("dropped_readings_total", self._dropped()),
+        ]
+
+    def _own_cost(self, payload: StepPayload) -> list[Reading]:
+        used = self._cpu_seconds()
+        since = {part: seconds - self._used.get(part, 0.0) for part, seconds in used.items()}
+        self._used = used
+        parts = {**payload.hook_seconds, **since}
+        self._hook_total += sum(parts.values())
+        self._step_total += payload.seconds
+        return [
+            *(Reading("hook_seconds", seconds, {"part": part}) for part, seconds in parts.items()),
+            Reading("overhead_ratio", self._hook_total / self._step_total if self._step_total else 0.0),
+            *(Reading("probe_age_steps", age, {"probe": probe}) for probe, age in payload.probe_ages.items()),
+            Reading("step", payload.step),
+            Reading("step_seconds", payload.seconds),
+            Reading("last_step_timestamp_seconds", payload.ended),
+        ]
+
+
+class _UsualProportions:
+    """Each layer's running median proportion, which heterogeneity is measured against."""
+
+    def __init__(self) -> None:
+        self._layers: tuple[str, ...] = ()
+        self._state = RobustState(Robust(warmup=8), 0)
+
+    def largest(self, layers: tuple[str, ...], proportions: np.ndarray[Any, np.dtype[np.float64]]) -> float | None:
+        """The largest proportion over its own usual value, before learning from it; None while warming up."""
+        if layers != self._layers:
+            self._layers, self._state = layers, RobustState(self._state.settings, len(layers))
+        median, _ = self._state.usual()
+        quotients = proportions / np.exp(median)
+        self._state.judge(proportions)
+        known = quotients[np.isfinite(quotients)]
+        return float(known.max()) if known.size else None
+
+
+def _deployed_row(found: Deployed, at: float) -> Row:
+    return Row(found.step, at, (Reading("deployed_improvement", found.improvement),))
+
+
+def _announced(spike: Spike) -> Event:
+    event = Event.of(spike)
+    if not spike.repeat:
+        log.warning("seismograd: %s", event.message)
+    return event

@@ -1,0 +1,117 @@
+"""A step's tokens on the host: one row a token of the completion, one array a column, all micro-batches together.
+
+The signals of ratio.py and clipping.py are pure functions of this table, computed on the worker's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+FLOAT_COLUMNS = ("logp", "rollout_logp", "old_logp", "shadow_logp", "loss_weight", "advantage")
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """One micro-batch after the transfer.
+
+    Args:
+        mask: (B, T-1), nonzero where a token is trained.
+        columns: those of `FLOAT_COLUMNS` that the micro-batch has, (B, T-1) or (B, 1) each.
+        left_out: (B, T-1) or (B, 1) by reason, nonzero where the loss leaves a token out.
+        staleness: (B,) optimizer steps since the rollout's weights, or None.
+    """
+
+    mask: NDArray[np.float32]
+    columns: Mapping[str, NDArray[np.float32]]
+    left_out: Mapping[str, NDArray[np.float32]]
+    staleness: NDArray[np.float32] | None
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """N tokens of S sequences. Columns that a micro-batch lacks are NaN there; a column that none has is None.
+
+    Args:
+        trained: (N,) false for tokens of the completion that are masked out (tool output).
+        sequence: (N,) index of each token's sequence, 0 to S-1.
+        sequences: S.
+        logp, rollout_logp, old_logp, shadow_logp: (N,) nats.
+        loss_weight: (N,) dL/dlogp.
+        advantage: (N,).
+        left_out: (N,) by reason.
+        staleness: (N,) optimizer steps, NaN where unknown.
+        engine: whether a rollout engine gave `rollout_logp`.
+    """
+
+    trained: Flags
+    sequence: NDArray[np.int64]
+    sequences: int
+    logp: Floats
+    rollout_logp: Floats | None
+    old_logp: Floats | None
+    shadow_logp: Floats | None
+    loss_weight: Floats | None
+    advantage: Floats | None
+    left_out: Mapping[str, Flags]
+    staleness: Floats
+    engine: bool
+
+    @classmethod
+    def of(cls, batches: Sequence[HostBatch], engine: bool) -> TokenTable:
+        """The completions' tokens of all micro-batches, in their order."""
+        rows, columns = [], []
+        for batch in batches:
+            kept = batch.mask != 0
+            if "tool" in batch.left_out:
+                kept = kept | (np.broadcast_to(batch.left_out["tool"], kept.shape) != 0)
+            row, column = np.nonzero(kept)
+            rows.append(row)
+            columns.append(column)
+        counts = [batch.mask.shape[0] for batch in batches]
+        offsets = np.cumsum([0, *counts])
+
+        def gather(arrays: Sequence[NDArray[np.float32] | None]) -> Floats | None:
+            if all(array is None for array in arrays):
+                return None
+            parts = [
+                np.full(len(row), np.nan)
+                if array is None
+                else np.broadcast_to(array, batch.mask.shape)[row, column].astype(np.float64)
+                for array, batch, row, column in zip(arrays, batches, rows, columns, strict=True)
+            ]
+            return np.concatenate(parts)
+
+        named = {key: gather([batch.columns.get(key) for batch in batches]) for key in FLOAT_COLUMNS}
+        trained = gather([batch.mask for batch in batches])
+        logp = named.pop("logp")
+        staleness = gather([None if b.staleness is None else b.staleness[:, None] for b in batches])
+        assert trained is not None
+        assert logp is not None
+        reasons = dict.fromkeys(reason for batch in batches for reason in batch.left_out)
+        left_out = {}
+        for reason in reasons:
+            flags = gather([batch.left_out.get(reason) for batch in batches])
+            assert flags is not None
+            left_out[reason] = np.nan_to_num(flags) != 0
+        return cls(
+            trained=trained != 0,
+            sequence=np.concatenate([row + offset for row, offset in zip(rows, offsets, strict=False)]),
+            sequences=int(offsets[-1]),
+            logp=logp,
+            left_out=left_out,
+            staleness=np.full(len(logp), np.nan) if staleness is None else staleness,
+            engine=engine,
+            **named,
+        )
+
+    def sum_by_sequence(self, values: Floats, chosen: Flags) -> tuple[Floats, NDArray[np.int64]]:
+        """(S,) sums of the chosen tokens' values, and (S,) how many there are."""
+        sums: Floats = np.bincount(self.sequence[chosen], values[chosen], minlength=self.sequences).astype(np.float64)
+        return sums, np.bincount(self.sequence[chosen], minlength=self.sequences).astype(np.int64)

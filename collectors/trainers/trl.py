@@ -1,0 +1,363 @@
+"""TRL's GRPOTrainer (1.16; anything whose forward returns ``.log_probs``).
+
+Three places are listened to, all of them public:
+
+* ``trainer.compute_loss`` is wrapped: it shows the loss's inputs, and for its duration a forward hook on the model that
+  it is given sees the per-token log-probs. A tensor hook on those catches dL/dlogp in the trainer's own backward.
+* ``accelerator.clip_grad_norm_`` is replaced: HF calls it once a step, also (with an infinite bound) where
+  max_grad_norm is 0, and it is the last place where the gradients are whole. The replacement does the same operations
+  on the same values.
+* a callback marks the steps and passes on what the trainer logs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from seismograd.collectors.monitor import StepMonitor
+from seismograd.collectors.trainers import RunState
+from seismograd.collectors.trainers.patching import Patch
+from seismograd.telemetry.hub import Hub
+from seismograd.telemetry.records import ClipSpec, Event, TokenBatch
+
+STATE_FILE = "seismograd.json"
+
+_TOKEN_SIGNALS = "alpha, beta, SNR, clip cells, log-ratios, KL, loss_weight and deployed improvement"
+_GRADIENT_SIGNALS = "gradient norms, proportions and the detection of their spikes"
+
+
+class GRPOAdapter:
+    """Listens to one GRPOTrainer.
+
+    Args:
+        trainer: a ``trl.GRPOTrainer``.
+        run: kept in the callback, so that a second `watch` finds it.
+        state: gives and takes the run's detection state, which is saved beside the trainer's checkpoints.
+    """
+
+    def __init__(self, trainer: Any, run: Any, state: RunState) -> None:
+        self._trainer, self._run, self._state = trainer, run, state
+        self._patches: list[Patch] = []
+        self._callback: StepCallback | None = None
+        self._active = False
+        self._said: set[str] = set()
+        self._generated_at = 0
+        self._seen_tokens = self._seen_clip = False
+
+    def attach(self, monitor: StepMonitor, hub: Hub) -> None:
+        self._monitor, self._hub = monitor, hub
+        self._active = True
+        trainer = self._trainer
+        accelerator: Any = getattr(trainer, "accelerator", None)
+        if hasattr(trainer, "compute_loss"):
+            self._compute_loss = trainer.compute_loss
+            self._patches.append(Patch(trainer, "compute_loss", self._watched_compute_loss))
+        else:
+            self._lost(_TOKEN_SIGNALS, "the trainer has no compute_loss")
+        clips_itself = _clips_itself(accelerator)
+        if clips_itself:
+            self._lost(_GRADIENT_SIGNALS, f"{clips_itself} reduces and clips gradients itself")
+            self._seen_clip = True
+        elif hasattr(accelerator, "clip_grad_norm_"):
+            self._clip_grad_norm = accelerator.clip_grad_norm_
+            self._patches.append(Patch(accelerator, "clip_grad_norm_", self._watched_clip))
+        else:
+            self._lost(_GRADIENT_SIGNALS, "the trainer's accelerator has no clip_grad_norm_")
+            self._seen_clip = True
+        self._callback = StepCallback(self, self._run)
+        trainer.add_callback(self._callback)
+
+    def detach(self) -> None:
+        self._active = False
+        for patch in reversed(self._patches):
+            patch.undo()
+        self._patches.clear()
+        if self._callback is not None:
+            self._trainer.remove_callback(self._callback)
+            self._callback = None
+
+    # -- the trainer's step ---------------------------------------------------------------------------------------
+
+    def step_begins(self, step: int) -> None:
+        with self._monitor.guard("adapter"):
+            self._monitor.clips = clip_specs(self._trainer)
+            scaler = getattr(self._trainer.accelerator, "scaler", None)
+            self._monitor.overflow_expected = scaler is not None and scaler.is_enabled()
+            self._monitor.begin_step(step)
+
+    def step_ends(self) -> None:
+        self._monitor.end_step()
+        if not self._seen_tokens:
+            self._lost(
+                _TOKEN_SIGNALS, "compute_loss ran no forward with grad that returns .log_probs (TRL's fused LM head)"
+            )
+        if not self._seen_clip:
+            self._lost(_GRADIENT_SIGNALS, "the trainer did not call accelerator.clip_grad_norm_")
+
+    def logged(self, step: int, logs: Mapping[str, Any]) -> None:
+        self._monitor.log(step, logs)
+
+    def training_begins(self, step: int) -> None:
+        """Resuming from a checkpoint: take up the detection state that was saved beside it."""
+        if step == 0:
+            return
+        with self._monitor.guard("checkpoint"):
+            path = self._checkpoint(step) / STATE_FILE
+            if path.is_file():
+                self._state.load_state_dict(json.loads(path.read_text()))
+            else:
+                message = f"no detection state at {path}: baselines begin anew at step {step}"
+                self._hub.event(Event("note", message, step))
+
+    def saved(self, step: int) -> None:
+        with self._monitor.guard("checkpoint"):
+            folder = self._checkpoint(step)
+            if folder.is_dir():
+                (folder / STATE_FILE).write_text(json.dumps(self._state.state_dict()))
+
+    def training_ends(self) -> None:
+        self._monitor.finish()
+
+    def _checkpoint(self, step: int) -> Path:
+        return Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
+
+    # -- what is listened to --------------------------------------------------------------------------------------
+
+    def _watched_compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (self._active and torch.is_grad_enabled() and model.training):
+            return self._compute_loss(model, inputs, *args, **kwargs)
+        seen: list[_Forward] = []
+        handle = None
+        with self._monitor.guard("adapter"):
+            handle = model.register_forward_hook(partial(self._saw_forward, seen), with_kwargs=True)
+        try:
+            loss = self._compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            if handle is not None:
+                handle.remove()
+        with self._monitor.guard("adapter"):
+            self._record(inputs, seen)
+        return loss
+
+    def _saw_forward(self, seen: list[_Forward], _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        with self._monitor.guard("adapter"):
+            log_probs = getattr(output, "log_probs", None)
+            if isinstance(log_probs, Tensor) and log_probs.requires_grad:
+                seen.append(_Forward(args, dict(kwargs), log_probs, getattr(output, "entropy", None)))
+
+    def _watched_clip(self, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not self._active or args or kwargs.get("norm_type", 2) != 2 or _distributed(parameters):
+            if self._active and _distributed(parameters):
+                self._lost(_GRADIENT_SIGNALS, "the gradients are distributed tensors")
+                self._seen_clip = True
+            return self._clip_grad_norm(parameters, max_norm, *args, **kwargs)
+        self._seen_clip = True
+        self._trainer.accelerator.unscale_gradients()
+        return self._monitor.clip(parameters, max_norm)
+
+    # -- one micro-batch ------------------------------------------------------------------------------------------
+
+    def _record(self, inputs: Mapping[str, Any], seen: Sequence[_Forward]) -> None:
+        """Token batches of the forwards that one compute_loss made: one, or several chunks of its rows in order."""
+        start = 0
+        for forward in seen:
+            rows = slice(start, start + forward.log_probs.shape[0])
+            start = rows.stop
+            self._seen_tokens = True
+            position = self._monitor.add(self._batch(inputs, forward, rows))
+            if position is not None:
+                forward.log_probs.register_hook(  # type: ignore[no-untyped-call]
+                    partial(self._caught, position)
+                )
+
+    def _caught(self, position: int, gradient: Tensor) -> None:
+        with self._monitor.guard("adapter"):
+            scaler = getattr(self._trainer.accelerator, "scaler", None)
+            scale = getattr(scaler, "_scale", None)
+            self._monitor.caught(position, gradient.detach() if scale is None else gradient.detach() / scale)
+
+    @torch.no_grad()
+    def _batch(self, inputs: Mapping[str, Any], forward: _Forward, rows: slice) -> TokenBatch:
+        logp = forward.log_probs.detach()
+        completion = inputs["completion_mask"][rows]
+        width, length = completion.shape[1], logp.shape[1]
+
+        def wide(x: Tensor | None) -> Tensor | None:
+            """(b, C) of the completion to the (b, T-1) of its log-probs."""
+            return None if x is None else F.pad(x[rows], (length - width, 0))
+
+        trained = completion.bool()
+        left_out: dict[str, Tensor] = {}
+        if "tool_mask" in inputs:
+            tool = inputs["tool_mask"][rows].bool()
+            left_out["tool"] = F.pad(trained & ~tool, (length - width, 0))
+            trained = trained & tool
+        advantage: Any = inputs["advantages"]
+        advantage = advantage[rows].unsqueeze(1) if advantage.dim() == 1 else wide(advantage)
+        old, sampling = wide(inputs.get("old_per_token_logps")), wide(inputs.get("sampling_per_token_logps"))
+        # TRL takes log-probs from a rollout engine as sampling_per_token_logps; without one, only its own recompute is
+        # there. Without old_per_token_logps the PPO ratio is 1: its reference is the forward itself.
+        engine = sampling is not None
+        mask = F.pad(trained, (length - width, 0))
+        left_out |= loss_masks(self._trainer, mask, logp, old, sampling, advantage, forward.entropy)
+        return TokenBatch(
+            step=self._trainer.state.global_step + 1,
+            micro_batch=0,
+            rank=self._trainer.accelerator.process_index,
+            input_ids=forward.kwargs.get("input_ids"),
+            mask=mask,
+            logp=logp,
+            rollout_logp=sampling if engine else old,
+            old_logp=(logp if old is None else old) if engine else None,
+            advantage=advantage,
+            left_out=left_out,
+            staleness=self._staleness(),
+            engine=engine,
+            replay=partial(_replay, self._trainer.model, forward.args, forward.kwargs),
+        )
+
+    def _staleness(self) -> int | None:
+        """Optimizer steps since the completions in use were generated."""
+        micro_step = getattr(self._trainer, "_step", None)
+        if micro_step is None:
+            return None
+        step = int(self._trainer.state.global_step)
+        if micro_step % (self._trainer.args.steps_per_generation * self._trainer.num_iterations) == 0:
+            self._generated_at = step
+        return max(0, step - self._generated_at)
+
+    def _lost(self, signals: str, reason: str) -> None:
+        """Say once, loudly, what is not measured in this run and why."""
+        if signals not in self._said:
+            self._said.add(signals)
+            self._state.degraded(f"not measured in this run: {signals}; {reason}. Training is not affected.")
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """One forward with grad that compute_loss made: (b, T-1) log-probs and entropy, and how to run it again."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(repr=False)
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+class StepCallback(TrainerCallback):
+    """Marks the steps for the adapter. Changes nothing: every method returns None."""
+
+    def __init__(self, adapter: GRPOAdapter, run: Any) -> None:
+        self._adapter, self.run = adapter, run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._adapter.training_begins(state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._adapter.step_begins(state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._adapter.step_ends()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self._adapter.logged(state.global_step, logs or {})
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._adapter.saved(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._adapter.training_ends()
+
+
+def watching_run(trainer: Any) -> Any | None:
+    """The run that watches the trainer already, or None."""
+    handler = getattr(trainer, "callback_handler", None)
+    return next((c.run for c in getattr(handler, "callbacks", ()) if isinstance(c, StepCallback)), None)
+
+
+def clip_specs(trainer: Any) -> tuple[ClipSpec, ...]:
+    """How the trainer's loss limits its ratios, from its settings (TRL 1.16, GRPOTrainer._compute_loss)."""
+    specs = []
+    args = trainer.args
+    if trainer.loss_type == "cispo":
+        specs.append(ClipSpec("ppo", math.inf, trainer.epsilon_high - 1, "cap", _level(trainer)))
+    elif trainer.loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+        specs.append(
+            ClipSpec(
+                "ppo", trainer.epsilon_low, trainer.epsilon_high, "clip", _level(trainer), getattr(args, "delta", None)
+            )
+        )
+    if getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_importance_sampling_correction", False):
+        scope, kind = trainer.vllm_importance_sampling_mode.split("_")
+        low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        specs.append(
+            ClipSpec(
+                "importance",
+                math.inf if low is None else 1 - low,
+                math.inf if high is None else high - 1,
+                "mask" if kind == "mask" else "truncate",
+                "sequence_sum" if scope == "sequence" else "token",
+            )
+        )
+    return tuple(specs)
+
+
+def loss_masks(
+    trainer: Any,
+    mask: Tensor,
+    logp: Tensor,
+    old: Tensor | None,
+    sampling: Tensor | None,
+    advantage: Tensor,
+    entropy: Tensor | None,
+) -> dict[str, Tensor]:
+    """Trained tokens that the loss's own masks leave out, (b, T-1) bool by reason, by the trainer's own formulas."""
+    found = {}
+    threshold = getattr(trainer, "off_policy_mask_threshold", None)
+    if threshold is not None:
+        rollout = sampling if sampling is not None else (logp if old is None else old)
+        keep = trainer.get_off_policy_mask(
+            advantages=advantage,
+            per_token_logps=logp,
+            sampling_per_token_logps=rollout,
+            mask=mask,
+            off_policy_threshold=threshold,
+        )
+        found["off_policy"] = mask & ~keep.bool()
+    quantile = getattr(trainer, "top_entropy_quantile", 1.0)
+    # The trainer's threshold is taken over all ranks; with more than one it is not repeated here.
+    if quantile < 1.0 and entropy is not None and trainer.accelerator.num_processes == 1 and mask.any():
+        bound = torch.quantile(entropy[mask].float(), 1 - quantile)
+        found["entropy"] = mask & (entropy < bound)
+    return found
+
+
+def _level(trainer: Any) -> Any:
+    return "sequence_mean" if trainer.importance_sampling_level == "sequence" else "token"
+
+
+def _clips_itself(accelerator: Any) -> str | None:
+    """The name of a backend that clips outside of accelerator.clip_grad_norm_'s plain path, or None."""
+    kind = getattr(getattr(accelerator, "distributed_type", None), "value", "NO")
+    return kind if kind not in ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU") else None
+
+
+def _distributed(parameters: Sequence[Tensor]) -> bool:
+    return any(p.grad is not None and type(p.grad).__name__ == "DTensor" for p in parameters)
+
+
+def _replay(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """The same forward again; (b, T-1) log-probs."""
+    log_probs: Tensor = model(*args, **kwargs).log_probs
+    return log_probs

@@ -1,0 +1,31 @@
+"""The command ``seismograd``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import seismograd
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="seismograd", description="Monitoring for the RL post-training of language models."
+    )
+    parser.add_argument("--version", action="version", version=f"seismograd {seismograd.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser("demo", help="train a real language model with GRPO, watched, with one planted fault")
+    from seismograd.demo.options import add_arguments
+
+    add_arguments(demo)
+    args = parser.parse_args(argv)
+    # Imported only when it runs: it needs TRL and Transformers.
+    from seismograd.demo.run import run_demo
+
+    return run_demo(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Every setting of a run: typed, checked at construction, each also by environment.
+
+A setting that is passed to `watch` wins over the environment, which wins over the default.
+
+    setting      environment             example
+    runs         SEISMOGRAD_RUNS         /scratch/runs
+    name         SEISMOGRAD_NAME         qwen-math-3
+    sinks        SEISMOGRAD_SINKS        auto            (names, separated by commas; "none" for no sink but the store)
+    prometheus   SEISMOGRAD_PROMETHEUS   9464            (or 0.0.0.0:9464; empty for none)
+    budget       SEISMOGRAD_BUDGET       0.01
+    probes       SEISMOGRAD_PROBES       shadow=1,deployed=auto
+    shadow       SEISMOGRAD_SHADOW       bf16
+    clip         SEISMOGRAD_CLIP         0.2,0.28        (eps_low,eps_high; plain loops only)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from seismograd.collectors.budget import PROBES, Spacing
+from seismograd.collectors.shadow import DTYPES
+from seismograd.telemetry.records import ClipSpec
+from seismograd.telemetry.sinks import Sink
+
+SINK_NAMES = ("auto", "wandb")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be.
+
+    The message names it, its environment variable where it came from there, and the fix.
+    """
+
+
+@dataclass(frozen=True)
+class Config:
+    """The settings of one run.
+
+    Args:
+        runs: folder that holds the runs' folders.
+        name: of the run and its folder; a time stamp where None. A name that is taken gets a number.
+        sinks: beside the run store, which is always on. "auto" logs to a W&B run if the trainer has started one,
+            "wandb" starts one otherwise; objects are sinks of one's own (see `seismograd.telemetry.sinks.Sink`).
+        prometheus: port for /metrics on loopback, 0 for a free one, "ADDRESS:PORT" for another interface, None for
+            none.
+        budget: share of step time that all probes on "auto" may take together.
+        probes: by probe ("shadow", "deployed"): "auto" for spacing by the budget, or every k-th step, or 0 for never.
+        shadow: the rollout engine's precision, "bf16" or "fp16".
+        clip: how a plain loop's loss limits its ratio: one or several `ClipSpec`, or an eps for both sides. A trainer's
+            is read from its own settings.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+
+    runs: str = "runs"
+    name: str | None = None
+    sinks: tuple[str | Sink, ...] = ("auto",)
+    prometheus: int | str | None = None
+    budget: float = 0.01
+    probes: Mapping[str, Spacing] = field(default_factory=dict)
+    shadow: str = "bf16"
+    clip: tuple[ClipSpec, ...] = (ClipSpec(),)
+
+    def __post_init__(self) -> None:
+        for check in (_runs, _name, _sinks, _prometheus, _budget, _probes, _shadow, _clip):
+            check(self)
+
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Config:
+        """The settings in force: those given and not None, else the environment's, else the defaults.
+
+        Raises:
+            ConfigError: as the class; a value from the environment is named by its variable.
+        """
+        settings: dict[str, Any] = {}
+        for f in fields(cls):
+            variable = f"SEISMOGRAD_{f.name.upper()}"
+            if given.get(f.name) is not None:
+                settings[f.name] = _normal(f.name, given[f.name])
+            elif variable in environment:
+                settings[f.name] = _from_environment(f.name, variable, environment[variable])
+        return cls(**settings)
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """(interface, port) of /metrics, or None."""
+        if self.prometheus is None:
+            return None
+        host, _, port = str(self.prometheus).rpartition(":")
+        return host or "127.0.0.1", int(port)
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings, JSON-serialisable; sinks of one's own by their name."""
+        return {
+            "runs": self.runs,
+            "name": self.name,
+            "sinks": [sink if isinstance(sink, str) else sink.name for sink in self.sinks],
+            "prometheus": self.prometheus,
+            "budget": self.budget,
+            "probes": dict(self.probes),
+            "shadow": self.shadow,
+            "clip": [
+                {key: str(x) if isinstance(x, float) and math.isinf(x) else x for key, x in vars(spec).items()}
+                for spec in self.clip
+            ],
+        }
+
+
+def _refuse(setting: str, value: object, fix: str) -> ConfigError:
+    return ConfigError(f"seismograd: {setting}={value!r} cannot be: {fix}")
+
+
+def _runs(c: Config) -> None:
+    if not isinstance(c.runs, (str, os.PathLike)) or not str(c.runs):
+        raise _refuse("runs", c.runs, "give the path of a folder")
+
+
+def _name(c: Config) -> None:
+    if c.name is not None and (not c.name or c.name in (".", "..") or any(sep in c.name for sep in ("/", "\\", "\0"))):
+        raise _refuse("name", c.name, "it names a folder, so it has no slashes and is not empty")
+
+
+def _sinks(c: Config) -> None:
+    for sink in c.sinks:
+        if isinstance(sink, str) and sink not in SINK_NAMES:
+            raise _refuse("sinks", sink, f"known names are {', '.join(SINK_NAMES)}; or pass a sink object")
+        if not isinstance(sink, (str, Sink)):
+            raise _refuse("sinks", sink, "a sink has a name and the methods open, write, event and close")
+
+
+def _prometheus(c: Config) -> None:
+    if c.prometheus is None:
+        return
+    port = str(c.prometheus).rpartition(":")[2]
+    if isinstance(c.prometheus, bool) or not port.isdigit() or int(port) > 65535:
+        raise _refuse("prometheus", c.prometheus, 'give a port from 0 to 65535, or "ADDRESS:PORT"')
+
+
+def _budget(c: Config) -> None:
+    if not (isinstance(c.budget, (int, float)) and 0 <= c.budget <= 1):
+        raise _refuse("budget", c.budget, "give a share of step time from 0 to 1, e.g. 0.01 for 1%")
+
+
+def _probes(c: Config) -> None:
+    for probe, spacing in c.probes.items():
+        if probe not in PROBES:
+            raise _refuse(f"probes.{probe}", spacing, f"known probes are {', '.join(PROBES)}")
+        if spacing != "auto" and not (isinstance(spacing, int) and not isinstance(spacing, bool) and spacing >= 0):
+            raise _refuse(f"probes.{probe}", spacing, '"auto", or a number of steps, or 0 for never')
+
+
+def _shadow(c: Config) -> None:
+    if c.shadow not in DTYPES:
+        raise _refuse("shadow", c.shadow, f"known precisions are {', '.join(DTYPES)}")
+
+
+def _clip(c: Config) -> None:
+    for spec in c.clip:
+        if not isinstance(spec, ClipSpec):
+            raise _refuse("clip", spec, "give a ClipSpec, a tuple of them, or one eps such as 0.2")
+
+
+def _normal(name: str, value: Any) -> Any:
+    """The friendlier forms in which `watch` takes a setting."""
+    if name == "runs":
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
+    if name == "sinks":
+        return (value,) if isinstance(value, (str, Sink)) else tuple(value)
+    if name == "clip":
+        if isinstance(value, ClipSpec):
+            return (value,)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return _clip_from(value, value)
+        return tuple(value) if isinstance(value, Sequence) else (value,)
+    return value
+
+
+def _clip_from(low: float, high: float) -> tuple[ClipSpec, ...]:
+    try:
+        return (ClipSpec(eps_low=low, eps_high=high),)
+    except ValueError as e:
+        raise _refuse("clip", (low, high), str(e)) from e
+
+
+def _from_environment(name: str, variable: str, text: str) -> Any:
+    try:
+        return _PARSERS[name](text.strip())
+    except ConfigError:
+        raise
+    except ValueError as e:
+        raise _refuse(variable, text, f"{e}; see seismograd/config.py for an example") from e
+
+
+def _parse_probes(text: str) -> dict[str, Spacing]:
+    probes: dict[str, Spacing] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        probe, separator, spacing = item.partition("=")
+        if not separator:
+            raise ValueError("write probe=spacing, separated by commas")
+        probes[probe] = "auto" if spacing == "auto" else int(spacing)
+    return probes
+
+
+def _parse_clip(text: str) -> tuple[ClipSpec, ...]:
+    bounds = [float(part) for part in text.split(",")]
+    if len(bounds) > 2:
+        raise ValueError("write eps, or eps_low,eps_high")
+    return _clip_from(bounds[0], bounds[-1])
+
+
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "runs": str,
+    "name": lambda text: text or None,
+    "sinks": lambda text: tuple(part.strip() for part in text.split(",") if part.strip() not in ("", "none")),
+    "prometheus": lambda text: text or None,
+    "budget": float,
+    "probes": _parse_probes,
+    "shadow": str,
+    "clip": _parse_clip,
+}

@@ -1,0 +1,197 @@
+"""A watched run: the handle that `watch` returns."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from seismograd.collectors.monitor import StepMonitor
+from seismograd.collectors.signals import SignalWorker
+from seismograd.collectors.trainers import Adapter
+from seismograd.collectors.trainers.plain import PlainLoop
+from seismograd.telemetry.detector import Detector
+from seismograd.telemetry.hub import Hub
+from seismograd.telemetry.records import Event, RunInfo, Spike
+
+log = logging.getLogger("seismograd")
+
+
+class Run:
+    """One watched run. Closed by `close`, by ``with watch(...):``, or at the end of the process.
+
+    Attributes:
+        info: name, folder and settings.
+        prometheus_url: of /metrics, or None.
+    """
+
+    def __init__(
+        self,
+        info: RunInfo,
+        hub: Hub,
+        worker: SignalWorker,
+        detector: Detector,
+        monitor: StepMonitor,
+        prometheus_url: str | None,
+    ) -> None:
+        self.info, self.prometheus_url = info, prometheus_url
+        self._hub, self._worker, self._detector, self._monitor = hub, worker, detector, monitor
+        self._adapter: Adapter | None = None
+        self._closed = False
+        self._at_exit = _close_at_exit(self)
+
+    def attach(self, adapter: Adapter) -> None:
+        """Begin to listen. Called by `watch`, once."""
+        self._adapter = adapter
+        where = self.info.folder or "nowhere (see the warning above)"
+        self._hub.event(Event("run_start", f"run {self.info.name} is written to {where}", data=dict(self.info.config)))
+        adapter.attach(self._monitor, self._hub)
+
+    # -- where it is ----------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder, or None where it could not be made."""
+        return None if self.info.folder is None else Path(self.info.folder)
+
+    @property
+    def store_path(self) -> Path | None:
+        """The run store; read it with ``seismograd.RunStore.read``."""
+        return None if self.folder is None else self.folder / "run.db"
+
+    @property
+    def spikes(self) -> tuple[Spike, ...]:
+        """The gradient spikes of the step in progress, known once it has been clipped."""
+        return self._monitor.spikes
+
+    # -- the plain loop -------------------------------------------------------------------------------------------
+
+    def step(self, number: int | None = None) -> AbstractContextManager[None]:
+        """``with run.step():`` around one optimizer step: forward, backward, clip, ``optimizer.step()``.
+
+        Args:
+            number: the loop's own step number; counted from 1 where None.
+        """
+        return self._loop("step").step(number)
+
+    def tokens(
+        self,
+        *,
+        logp: Tensor,
+        rollout_logp: Tensor | None = None,
+        advantage: Tensor | None = None,
+        mask: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        replay: Callable[[], Tensor] | None = None,
+        old_logp: Tensor | None = None,
+        staleness: Tensor | int | None = None,
+        engine: bool = True,
+        loss_scale: Tensor | float | None = None,
+    ) -> None:
+        """The tokens of one micro-batch, between its forward and its backward.
+
+        Args:
+            logp: (B, T-1) or packed (N,) log-probs of the training forward, in nats, with grad: the loss's dL/dlogp is
+                caught from it.
+            rollout_logp: same shape, as the rollout engine gave them.
+            advantage: (B,), (B, 1) or the shape of `logp`.
+            mask: the shape of `logp`, true where a token is trained; all where None.
+            input_ids: (B, T) int64.
+            replay: runs the same forward again and returns logp; needed for alpha, beta and all that follows from them.
+            old_logp: the PPO ratio's reference, where that is not `rollout_logp`.
+            staleness: optimizer steps between the rollout's weights and this step's, (B,) or one int.
+            engine: False where `rollout_logp` was recomputed in the training precision.
+            loss_scale: what the loss is multiplied by before its backward (``scaler.get_scale()``).
+        """
+        self._loop("tokens").tokens(
+            logp, rollout_logp, advantage, mask, input_ids, replay, old_logp, staleness, engine, loss_scale
+        )
+
+    def clip_grad_norm_(self, max_norm: float, parameters: Sequence[Tensor] | None = None) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` to the bit, with the detection before it.
+
+        Args:
+            max_norm: of the global norm; ``math.inf`` reads the norms and clips nothing.
+            parameters: the model's trained ones where None.
+
+        Returns:
+            The norm before clipping, a scalar tensor.
+        """
+        return self._loop("clip_grad_norm_").clip_grad_norm_(max_norm, parameters)
+
+    # -- state and end --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Detection state and counters, JSON-serialisable, for a checkpoint of one's own; a trainer's has it
+        already.
+        """
+        return {"version": 1, "step": self._detector.state_dict(), "worker": self._worker.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up where `state_dict` left off."""
+        self._detector.load_state_dict(state["step"])
+        self._worker.load_state_dict(state["worker"])
+
+    def degraded(self, message: str) -> None:
+        """Say loudly that something is not measured, and why."""
+        log.warning("seismograd: %s", message)
+        self._hub.event(Event("degraded", message))
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until everything up to now has been written; False where a sink is still busy after `timeout`
+        seconds.
+        """
+        return self._hub.flush(timeout)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Put the trainer back exactly as it was, write what is queued, close the sinks. Twice is once."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._adapter is not None:
+            self._adapter.detach()
+        self._monitor.finish()
+        self._hub.event(Event("run_end", f"run {self.info.name} ended"))
+        if not self._hub.close(timeout):
+            log.warning("seismograd: a sink was still busy after %.0f s and was left behind", timeout)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<seismograd.Run {self.info.name!r} in {self.info.folder!r}{' (closed)' if self._closed else ''}>"
+
+    def _loop(self, method: str) -> PlainLoop:
+        if not isinstance(self._adapter, PlainLoop):
+            raise TypeError(
+                f"run.{method}() is for plain loops; this run listens to a trainer, which needs no further call"
+            )
+        return self._adapter
+
+
+def _close_at_exit(run: Run) -> Callable[[], None]:
+    """Closes the run when the process ends, without keeping it alive until then."""
+    reference = weakref.ref(run)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    atexit.register(close)
+    return close

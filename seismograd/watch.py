@@ -1,0 +1,180 @@
+"""The one hook. Joins the rooms for one run: settings, folder, sinks, hub, worker, monitor, adapter."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from seismograd.collectors.budget import ProbeBudget, Spacing
+from seismograd.collectors.monitor import StepMonitor
+from seismograd.collectors.signals import SignalWorker
+from seismograd.collectors.trainers import PLAIN_LOOP, is_grpo_trainer, unsupported
+from seismograd.collectors.trainers.plain import PlainLoop
+from seismograd.config import Config
+from seismograd.run import Run
+from seismograd.telemetry.detector import Detector
+from seismograd.telemetry.faults import Faults
+from seismograd.telemetry.hub import Hub
+from seismograd.telemetry.records import ClipSpec, Event, RunInfo
+from seismograd.telemetry.rules import RULES
+from seismograd.telemetry.sinks import Sink
+from seismograd.telemetry.sinks.prometheus import PrometheusSink
+from seismograd.telemetry.sinks.store import StoreSink
+from seismograd.telemetry.sinks.wandb import WandbSink
+
+log = logging.getLogger("seismograd")
+
+
+def watch(
+    trainer: Any = None,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | None = None,
+    runs: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    sinks: str | Sink | Sequence[str | Sink] | None = None,
+    prometheus: int | str | None = None,
+    budget: float | None = None,
+    probes: Mapping[str, Spacing] | None = None,
+    shadow: str | None = None,
+    clip: ClipSpec | Sequence[ClipSpec] | float | None = None,
+) -> Run:
+    """Watch a run from now on.
+
+    Call it with a trainer before ``trainer.train()``, or with a model (and its optimizer) in a loop of one's own; see
+    `seismograd.Run` for what such a loop calls. Nothing that it does changes training.
+
+    Args:
+        trainer: a ``trl.GRPOTrainer``.
+        model: the trained model of a plain loop.
+        optimizer: of a plain loop; with it, steps that do not clip are watched as well.
+        runs, name, sinks, prometheus, budget, probes, shadow, clip: see `seismograd.Config`, also for the environment
+            variable that stands for each.
+
+    Returns:
+        The run. A trainer that is watched already gives its run again, and says so.
+
+    Raises:
+        ConfigError: a setting that cannot be.
+        UnsupportedTrainer: no adapter knows the trainer; the message says what is supported and what always works.
+        TypeError: neither a trainer nor a model, or both.
+    """
+    if (trainer is None) == (model is None):
+        raise TypeError(f"watch() takes a trainer, or a model: watch(trainer), or {PLAIN_LOOP}")
+    given = {
+        "runs": runs, "name": name, "sinks": sinks, "prometheus": prometheus,
+        "budget": budget, "probes": probes, "shadow": shadow, "clip": clip,
+    }  # fmt: skip
+    if model is not None:
+        run, config = _run(model, Config.resolve(given))
+        run.attach(PlainLoop(model, optimizer, config.clip))
+        return run
+    if not is_grpo_trainer(trainer):
+        raise unsupported(trainer)
+    # Imported here: it needs transformers, which is there if a trainer is.
+    from seismograd.collectors.trainers.trl import GRPOAdapter, watching_run
+
+    already = watching_run(trainer)
+    if isinstance(already, Run):
+        log.warning("seismograd: watch() was called twice; this trainer is watched already, by run %s", already.name)
+        return already
+    run, _ = _run(trainer.model, Config.resolve(given))
+    run.attach(GRPOAdapter(trainer, run, run))
+    return run
+
+
+def _run(model: nn.Module, config: Config) -> tuple[Run, Config]:
+    """A run with its hub and its threads, not yet listening to anything."""
+    early: list[Event] = []  # what is said before there is a hub to say it to
+    folder = _folder(config, early)
+    name = config.name or time.strftime("%Y%m%d-%H%M%S") if folder is None else folder.name
+    info = RunInfo(name, None if folder is None else str(folder), config.as_json())
+    chosen, url = _sinks(config, folder, early)
+
+    hub: Hub
+
+    def report(event: Event) -> None:
+        hub.event(event)
+
+    faults = Faults(report)
+    worker = SignalWorker(
+        Detector([rule for rule in RULES if rule.judged == "worker"]),
+        [rule.signal for rule in RULES],
+        faults,
+        cpu_seconds=lambda: hub.cpu_seconds(),
+        dropped=lambda: hub.dropped(),
+    )
+    hub = Hub(worker.process, chosen, info, faults)
+    detector = Detector([rule for rule in RULES if rule.judged == "step"])
+    budget = ProbeBudget(config.budget, config.probes)
+    monitor = StepMonitor(model, budget, config.shadow, detector, hub, faults)  # type: ignore[arg-type]
+    for event in early:
+        hub.event(event)
+    return Run(info, hub, worker, detector, monitor, url), config
+
+
+def _folder(config: Config, early: list[Event]) -> Path | None:
+    """RUNS/NAME, made now; a name that is taken gets a number. None, and one clear line, where it cannot be made."""
+    stem = config.name or time.strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while True:
+        folder = Path(config.runs).absolute() / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            (folder / "config.json").write_text(json.dumps(config.as_json(), indent=2) + "\n")
+        except FileExistsError:
+            if not folder.is_dir():  # a file stands where a folder of the path should be
+                _nowhere(folder, "a file is in the way", early)
+                return None
+            number += 1
+            continue
+        except OSError as e:
+            _nowhere(folder, e.strerror or str(e), early)
+            return None
+        if number > 1 and config.name:
+            _say(early, f"run {stem!r} exists in {config.runs}; this one is {folder.name!r}")
+        return folder
+
+
+def _nowhere(folder: Path, reason: str, early: list[Event]) -> None:
+    _say(
+        early,
+        f"cannot write {folder}: {reason}. This run is not stored; set runs= or SEISMOGRAD_RUNS to a folder that can "
+        "be written. Training is not affected.",
+    )
+
+
+def _sinks(config: Config, folder: Path | None, early: list[Event]) -> tuple[list[Sink], str | None]:
+    """The sinks that could be made, the store first, and the address of /metrics."""
+    chosen: list[Sink] = []
+    url = None
+    if folder is not None:
+        chosen.append(StoreSink(folder / "run.db"))
+    if config.address is not None:
+        host, port = config.address
+        try:
+            server = PrometheusSink(port, host)
+        except OSError as e:
+            _say(early, f"{e.strerror}. Training is not affected.")
+        else:
+            url = server.url
+            chosen.append(server)
+    for sink in config.sinks:
+        if isinstance(sink, str):
+            chosen.append(WandbSink(start=sink == "wandb"))
+        else:
+            chosen.append(sink)
+    return chosen, url
+
+
+def _say(early: list[Event], message: str) -> None:
+    log.warning("seismograd: %s", message)
+    early.append(Event("degraded", message))

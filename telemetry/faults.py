@@ -1,0 +1,89 @@
+"""The fence around everything of ours: a fault is caught, counted and shown, and never reaches the training loop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from types import TracebackType
+
+from seismograd.telemetry.records import Event
+
+log = logging.getLogger("seismograd")
+
+_GIVE_UP_AFTER = 3
+
+
+class Faults:
+    """Counts faults by part. A part that has failed three times in a row is switched off; the others go on.
+
+    Safe to use from several threads.
+
+    Args:
+        report: is given an event for the first fault of a part and when it is switched off.
+    """
+
+    def __init__(self, report: Callable[[Event], None]) -> None:
+        self._report = report
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._in_a_row: Counter[str] = Counter()
+
+    def fence(self, part: str) -> Fence:
+        """``with faults.fence("norms") as fence:`` swallows any Exception in the block; `fence.failed` says whether."""
+        self._counts.setdefault(part, 0)  # so that its count shows from 0
+        return Fence(self, part)
+
+    def working(self, part: str) -> bool:
+        """False once the part has been switched off."""
+        return self._in_a_row[part] < _GIVE_UP_AFTER
+
+    def counts(self) -> dict[str, int]:
+        """Faults so far by part."""
+        with self._lock:
+            return dict(self._counts)
+
+    def count(self, part: str, error: BaseException) -> None:
+        """Record one fault of a part."""
+        with self._lock:
+            self._counts[part] += 1
+            self._in_a_row[part] += 1
+            first, last = self._counts[part] == 1, self._in_a_row[part] == _GIVE_UP_AFTER
+        if not (first or last):
+            return
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        message = f"fault in {part}, training is not affected: {what}"
+        if last:
+            message = f"{part} is switched off after {_GIVE_UP_AFTER} faults in a row, training is not affected: {what}"
+        trace = "".join(traceback.format_exception(error))
+        log.warning("seismograd: %s", message)
+        self._report(Event("fault", message, data={"part": part, "traceback": trace}))
+
+    def succeed(self, part: str) -> None:
+        """Record that the part has worked."""
+        if self._in_a_row[part]:
+            self._in_a_row[part] = 0
+
+
+class Fence:
+    """See `Faults.fence`."""
+
+    __slots__ = ("_faults", "_part", "failed")
+
+    def __init__(self, faults: Faults, part: str) -> None:
+        self._faults, self._part, self.failed = faults, part, False
+
+    def __enter__(self) -> Fence:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if error is None:
+            self._faults.succeed(self._part)
+            return False
+        if not isinstance(error, Exception):  # KeyboardInterrupt and SystemExit are the user's
+            return False
+        self.failed = True
+        self._faults.count(self._part, error)
+        return True

@@ -1,0 +1,176 @@
+"""The run store: one SQLite file a run, written as the run goes and readable while it does. Format: docs/run-folder.md.
+
+Tables: ``steps(id, step, time, layout, row)``, ``events(id, step, time, kind, message, data)`` and ``meta(key,
+value)``. A step's readings are one packed row of little-endian float64, in the order of its layout; the layouts, lists
+of series, stand in meta, since nearly all steps share a few of them. Write-ahead log, one commit a row: a killed
+process leaves a store that opens, with everything that had reached it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from seismograd.telemetry.catalogue import CATALOGUE
+from seismograd.telemetry.records import SCHEMA_VERSION, Event, Reading, Row, RunInfo
+
+_SCHEMA = """
+CREATE TABLE steps (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, time REAL NOT NULL, layout INTEGER NOT NULL, row
+BLOB); CREATE INDEX steps_by_step ON steps (step);
+CREATE TABLE events (
+    id INTEGER PRIMARY KEY, step INTEGER NOT NULL, time REAL NOT NULL, kind TEXT NOT NULL, message TEXT, data TEXT
+);
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
+
+
+class StoreError(Exception):
+    """A run store that cannot be read; the message names the file and what can be done."""
+
+
+class RunStore:
+    """A run's store. Made by `create` (to write) or `read` (to read, also while another process writes).
+
+    One thread at a time.
+    """
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self.path = path
+        self._db = connection
+        self._layouts: dict[tuple[tuple[str, ...], ...], int] = {}
+        self._series: dict[int, list[tuple[str, ...]]] = {}
+
+    @classmethod
+    def create(cls, path: Path, run: RunInfo) -> RunStore:
+        """A new store at `path`.
+
+        Raises:
+            FileExistsError: the file is already there.
+            sqlite3.Error: it cannot be written.
+        """
+        if path.exists():
+            raise FileExistsError(f"{path} exists; a run never writes into another run's store")
+        # Opened by the thread that asks for the run, written by the sink's.
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        meta = {
+            "schema_version": SCHEMA_VERSION,
+            "name": run.name,
+            "started": run.started,
+            "config": dict(run.config),
+        }
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.executescript(_SCHEMA)
+            db.executemany("INSERT INTO meta VALUES (?, ?)", [(key, json.dumps(value)) for key, value in meta.items()])
+        except sqlite3.Error:
+            db.close()
+            path.unlink(missing_ok=True)  # a store without its tables would refuse the next try
+            raise
+        return cls(db, path)
+
+    @classmethod
+    def read(cls, path: Path | str) -> RunStore:
+        """An existing store, opened read-only.
+
+        Raises:
+            StoreError: there is none, it is damaged, or it was written by a newer version.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise StoreError(f"{path}: no such run store; a run's store is RUNS/NAME/run.db")
+        db = None
+        try:
+            db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+            store = cls(db, path)
+            version = store.meta().get("schema_version")
+        except sqlite3.DatabaseError as e:
+            if db is not None:
+                db.close()
+            raise StoreError(
+                f"{path}: not a readable run store ({e}); what is left of it comes out with `sqlite3 run.db .recover`"
+            ) from e
+        if not isinstance(version, int) or version > SCHEMA_VERSION:
+            db.close()
+            raise StoreError(
+                f"{path}: schema version {version}, this seismograd reads {SCHEMA_VERSION}; update seismograd"
+            )
+        return store
+
+    def write(self, row: Row) -> None:
+        """Append a row and commit it."""
+        series = tuple(reading.series for reading in row.readings)
+        values = np.array([reading.value for reading in row.readings], dtype="<f8")
+        layout = self._layout(series)
+        self._db.execute(
+            "INSERT INTO steps (step, time, layout, row) VALUES (?, ?, ?, ?)",
+            (row.step, row.time, layout, values.tobytes()),
+        )
+
+    def event(self, event: Event) -> None:
+        """Append an event and commit it."""
+        self._db.execute(
+            "INSERT INTO events (step, time, kind, message, data) VALUES (?, ?, ?, ?, ?)",
+            (event.step, event.time, event.kind, event.message, json.dumps(dict(event.data))),
+        )
+
+    def meta(self) -> dict[str, Any]:
+        """The run's name, start, settings and schema version (the layouts left out)."""
+        rows = self._db.execute("SELECT key, value FROM meta WHERE key NOT LIKE 'layout/%'")
+        return {key: json.loads(value) for key, value in rows}
+
+    def rows(self, after: int = 0) -> Iterator[Row]:
+        """All rows in the order in which they were written; `after` leaves out that many of the first."""
+        query = "SELECT step, time, layout, row FROM steps WHERE id > ? ORDER BY id"
+        for step, time, layout, blob in self._db.execute(query, (after,)):
+            values = np.frombuffer(blob, dtype="<f8").tolist()
+            readings = tuple(
+                Reading(name, value, dict(zip(CATALOGUE[name].labels, labels, strict=True)))
+                for (name, *labels), value in zip(self._layout_series(layout), values, strict=True)
+                if name in CATALOGUE
+            )
+            yield Row(step, time, readings)
+
+    def series(self, name: str, **labels: str) -> list[tuple[int, float]]:
+        """(step, value) of one series over the run."""
+        return [
+            (row.step, reading.value)
+            for row in self.rows()
+            for reading in row.readings
+            if reading.name == name and dict(reading.labels) == labels
+        ]
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        """The events in order, of one kind if given."""
+        query = "SELECT kind, message, step, time, data FROM events WHERE ?1 IS NULL OR kind = ?1 ORDER BY id"
+        return [Event(k, m, s, t, json.loads(d)) for k, m, s, t, d in self._db.execute(query, (kind,))]
+
+    def close(self) -> None:
+        """Close the file; the write-ahead log is merged into it."""
+        self._db.close()
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def _layout(self, series: tuple[tuple[str, ...], ...]) -> int:
+        layout = self._layouts.get(series)
+        if layout is None:
+            layout = len(self._layouts)
+            self._db.execute("INSERT INTO meta VALUES (?, ?)", (f"layout/{layout}", json.dumps(series)))
+            self._layouts[series] = layout  # only once it is written
+        return layout
+
+    def _layout_series(self, layout: int) -> list[tuple[str, ...]]:
+        if layout not in self._series:
+            (text,) = self._db.execute("SELECT value FROM meta WHERE key = ?", (f"layout/{layout}",)).fetchone()
+            self._series[layout] = [tuple(key) for key in json.loads(text)]
+        return self._series[layout]
