@@ -42,8 +42,7 @@ def take_norms(parameters: Sequence[Tensor]) -> Norms | None:
     having = [p for p in parameters if p.grad is not None]
     if not having:
         return None
-    grads = [p.grad for p in having if p.grad is not None]
-    device = grads[0].device
+    grads: list[Tensor | None] = [p.grad for p in having]
     norms: list[Tensor] = []
     order: list[int] = []
     grouped = _group_tensors_by_device_and_dtype([grads], with_indices=True)
@@ -51,9 +50,10 @@ def take_norms(parameters: Sequence[Tensor]) -> Norms | None:
         if _has_foreach_support(group, group_device):  # type: ignore[arg-type]
             norms.extend(torch._foreach_norm(group, 2.0))  # type: ignore[arg-type]
         else:
-            norms.extend(torch.linalg.vector_norm(g, 2.0) for g in group)  # type: ignore[arg-type]
+            norms.extend(torch.linalg.vector_norm(g, 2.0) for g in group)
         order.extend(indices)
-    stacked = torch.stack([norm.to(device) for norm in norms])
+    # As torch does: on the device of the first gradient given.
+    stacked = torch.stack([norm.to(having[0].device) for norm in norms])
     total = torch.linalg.vector_norm(stacked, 2.0)
     return Norms(tuple(having[i] for i in order), stacked, total)
 

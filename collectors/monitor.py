@@ -127,13 +127,28 @@ class StepMonitor:
         Returns:
             The global norm before clipping, a scalar tensor.
         """
-        norms = self.prepare(parameters, clipping=True)
+        norms: Norms | None = None
+        with self._faults.fence("step"):
+            norms = self._prepare(parameters, clipping=True)
         if norms is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norms.total)
         return norms.total
 
-    def prepare(self, parameters: Sequence[Tensor], clipping: bool = False) -> Norms | None:
+    def before_optimizer(self, parameters: Sequence[Tensor]) -> None:
+        """The last moment before the weights move; a step that has clipped has been judged already."""
+        with self._faults.fence("step"):
+            if self._step is not None and not self._step.prepared:
+                self._prepare(parameters)
+
+    def end_step(self) -> None:
+        """The optimizer has stepped: probe what was deployed, and hand the step over."""
+        step, self._step = self._step, None
+        if step is not None:
+            with self._faults.fence("step"):
+                self._end(step)
+
+    def _prepare(self, parameters: Sequence[Tensor], clipping: bool = False) -> Norms | None:
         """Probe, read the norms, transfer and judge, once a step, before the optimizer step.
 
         Args:
@@ -153,23 +168,14 @@ class StepMonitor:
             self._judge(step, norms)
         return norms
 
-    def before_optimizer(self, parameters: Sequence[Tensor]) -> None:
-        """The last moment before the weights move; a step that has clipped has been judged already."""
-        if self._step is not None and not self._step.prepared:
-            self.prepare(parameters)
-
-    def end_step(self) -> None:
-        """The optimizer has stepped: probe what was deployed, and hand the step over."""
-        step, self._step = self._step, None
-        if step is None:
-            return
+    def _end(self, step: _Step) -> None:
         if not step.prepared:  # the loop neither clipped nor gave us its optimizer: there are tokens only
             self._judge(step, None)
         self._probe_deployed(step)
         seconds = time.perf_counter() - step.began
+        mine, self._seconds = self._seconds, {}  # before the guard, whose own time is booked on the next step
         with self.guard("handover"):
             self._budget.trained(seconds)
-            mine, self._seconds = self._seconds, {}
             self._hub.put(
                 StepPayload(
                     step=step.number,

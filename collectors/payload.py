@@ -44,6 +44,10 @@ class Deployed:
     step: int
     improvement: float
 
+    @property
+    def size(self) -> int:
+        return 1
+
 
 @dataclass(frozen=True)
 class StepPayload:

@@ -169,8 +169,7 @@ class _UsualProportions:
         """The largest proportion over its own usual value, before learning from it; None while warming up."""
         if layers != self._layers:
             self._layers, self._state = layers, RobustState(self._state.settings, len(layers))
-        median, _ = self._state.usual()
-        quotients = proportions / np.exp(median)
+        quotients = proportions / np.exp(self._state.median())
         self._state.judge(proportions)
         known = quotients[np.isfinite(quotients)]
         return float(known.max()) if known.size else None

@@ -75,7 +75,7 @@ def watch(
     }  # fmt: skip
     if model is not None:
         run, config = _run(model, Config.resolve(given))
-        run.attach(PlainLoop(model, optimizer, config.clip))
+        run.attach(PlainLoop(model, optimizer, config.clip, run))
         return run
     if not is_grpo_trainer(trainer):
         raise unsupported(trainer)

@@ -157,22 +157,27 @@ class RobustState:
         self.logs: Values = np.full((settings.window, n), np.nan)
         self.next: NDArray[np.int64] = np.zeros(n, dtype=np.int64)
 
-    def usual(self) -> tuple[Values, Values]:
-        """The median and the scaled MAD of the logs, (n,) each; NaN where fewer than `warmup` values are known."""
-        n = self.logs.shape[1]
-        median, mad = np.full(n, np.nan), np.full(n, np.nan)
+    def median(self) -> Values:
+        """(n,) the median of the logs; NaN where fewer than `warmup` values are known."""
+        median = np.full(self.logs.shape[1], np.nan)
         ready = self.next >= self.settings.warmup
         if ready.any():
-            logs = self.logs[:, ready]
-            median[ready] = np.nanmedian(logs, axis=0)
-            mad[ready] = 1.4826 * np.nanmedian(np.abs(logs - median[ready]), axis=0)
-        return median, mad
+            median[ready] = _median(self.logs[:, ready])
+        return median
+
+    def scaled_mad(self, median: Values) -> Values:
+        """(n,) the scaled MAD of the logs about `median`, NaN where that is NaN."""
+        mad = np.full_like(median, np.nan)
+        ready = ~np.isnan(median)
+        if ready.any():
+            mad[ready] = 1.4826 * _median(np.abs(self.logs[:, ready] - median[ready]))
+        return mad
 
     def judge(self, values: Values) -> Verdict:
         observed = np.isfinite(values) & (values > 0)
         logs = np.log(values, out=np.full_like(values, np.nan), where=observed)
-        median, mad = self.usual()
-        reach = np.maximum(self.settings.mads * mad, np.log(self.settings.factor))
+        median = self.median()
+        reach = np.maximum(self.settings.mads * self.scaled_mad(median), np.log(self.settings.factor))
         away = np.abs(logs - median) if self.settings.both_sides else logs - median
         with np.errstate(invalid="ignore"):
             fired = observed & (away > reach)
@@ -201,6 +206,12 @@ class RobustState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.logs = np.array(state["logs"], dtype=np.float64)
         self.next = np.asarray(state["next"], dtype=np.int64)
+
+
+def _median(logs: Values) -> Values:
+    """Over the first axis, NaN left out. nanmedian is ten times as slow, and a full ring has no NaN."""
+    found: Values = np.nanmedian(logs, axis=0) if np.isnan(logs).any() else np.median(logs, axis=0)
+    return found
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ CATALOGUE = Catalogue(
             "nonfinite_total",
             "",
             "Non-finite values seen, by place: tokens in logp, rollout_logp, shadow_logp, loss_weight and advantage, "
-            "parameters in gradient.",
+            "parameters in gradient (in gradient_overflow where the trainer scales its loss and expects them).",
             "not isfinite",
             labels=("where",),
             kind="counter",

@@ -105,10 +105,10 @@ class _SinkLane(_Lane):
             self._drop(item)
 
     def handle(self, item: Any) -> None:
-        if isinstance(item, _Flush):
-            item.done.set()
-        elif isinstance(item, _Close):
+        if isinstance(item, _Close):
             self._close()
+            item.done.set()
+        elif isinstance(item, _Flush):
             item.done.set()
         elif time.monotonic() < self._muted_until or not self._deliver(item):
             self._drop(item)

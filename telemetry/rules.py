@@ -170,7 +170,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "layer_proportion",
         Selection("layer_proportion"),
-        Robust(mads=6.0, factor=2.0),
+        # In 4,000 honest steps (tests/data) the embedding reached 2.5 times its median; explosions are 70 to 120 times.
+        Robust(mads=6.0, factor=3.0, window=256),
         "worker",
         "warning",
         "A layer is out of proportion to the others.",

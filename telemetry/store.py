@@ -137,13 +137,13 @@ class RunStore:
             )
             yield Row(step, time, readings)
 
-    def series(self, name: str, **labels: str) -> list[tuple[int, float]]:
+    def series(self, metric: str, /, **labels: str) -> list[tuple[int, float]]:
         """(step, value) of one series over the run."""
         return [
             (row.step, reading.value)
             for row in self.rows()
             for reading in row.readings
-            if reading.name == name and dict(reading.labels) == labels
+            if reading.name == metric and dict(reading.labels) == labels
         ]
 
     def events(self, kind: str | None = None) -> list[Event]:

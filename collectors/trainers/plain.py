@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from seismograd.collectors.monitor import StepMonitor
+from seismograd.collectors.trainers import RunState
 from seismograd.telemetry.hub import Hub
 from seismograd.telemetry.records import ClipSpec, TokenBatch
 
@@ -24,10 +25,14 @@ class PlainLoop:
         model: the trained model.
         optimizer: or None; with it, norms are read and spikes found also in steps that do not clip.
         clips: how the loop's loss limits its ratios.
+        run: is told what cannot be measured.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None, clips: Sequence[ClipSpec]) -> None:
-        self._model, self._optimizer, self._clips = model, optimizer, tuple(clips)
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, clips: Sequence[ClipSpec], run: RunState
+    ) -> None:
+        self._model, self._optimizer, self._clips, self._run = model, optimizer, tuple(clips), run
+        self._said_replay = False
         self._handles: list[RemovableHandle] = []
         self._steps = 0
 
@@ -86,6 +91,11 @@ class PlainLoop:
                 engine=engine,
                 replay=None if replay is None else partial(_replayed, replay, flat.dim()),
             )
+            if replay is None and not self._said_replay:
+                self._said_replay = True
+                self._run.degraded(
+                    "not measured without run.tokens(replay=...): alpha, beta, SNR, clip cells and deployed improvement"
+                )
             position = self._monitor.add(batch)
             if position is not None and logp.requires_grad:
                 logp.register_hook(  # type: ignore[no-untyped-call]

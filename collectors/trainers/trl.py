@@ -96,6 +96,11 @@ class GRPOAdapter:
             self._monitor.overflow_expected = scaler is not None and scaler.is_enabled()
             self._monitor.begin_step(step)
 
+    def before_optimizer(self) -> None:
+        """The weights are about to move. A step whose clip was not seen has its tokens probed and judged here; its gradients
+        are clipped by now, so their norms are not read."""
+        self._monitor.before_optimizer(())
+
     def step_ends(self) -> None:
         self._monitor.end_step()
         if not self._seen_tokens:
@@ -232,6 +237,7 @@ class GRPOAdapter:
         """Optimizer steps since the completions in use were generated."""
         micro_step = getattr(self._trainer, "_step", None)
         if micro_step is None:
+            self._lost("alpha_floor", "the trainer has no _step that tells how old its completions are")
             return None
         step = int(self._trainer.state.global_step)
         if micro_step % (self._trainer.args.steps_per_generation * self._trainer.num_iterations) == 0:
@@ -266,6 +272,9 @@ class StepCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._adapter.step_begins(state.global_step + 1)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._adapter.before_optimizer()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._adapter.step_ends()

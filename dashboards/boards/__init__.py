@@ -1,0 +1,1 @@
+"""Grafana boards: a builder each, with its generated JSON beside it."""

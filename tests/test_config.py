@@ -1,0 +1,94 @@
+"""Settings: by argument, by environment, checked at construction."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import seismograd.config
+from seismograd import ClipSpec, Config, ConfigError
+
+ENVIRONMENT = {
+    "SEISMOGRAD_RUNS": "/scratch/runs",
+    "SEISMOGRAD_NAME": "qwen-3",
+    "SEISMOGRAD_SINKS": "wandb",
+    "SEISMOGRAD_PROMETHEUS": "0.0.0.0:9464",
+    "SEISMOGRAD_BUDGET": "0.02",
+    "SEISMOGRAD_PROBES": "shadow=1,deployed=auto",
+    "SEISMOGRAD_SHADOW": "fp16",
+    "SEISMOGRAD_CLIP": "0.2,0.28",
+}
+
+
+def test_every_setting_by_environment() -> None:
+    assert set(ENVIRONMENT) == {f"SEISMOGRAD_{f.name.upper()}" for f in fields(Config)}
+    config = Config.resolve({}, ENVIRONMENT)
+    assert config == Config(
+        runs="/scratch/runs",
+        name="qwen-3",
+        sinks=("wandb",),
+        prometheus="0.0.0.0:9464",
+        budget=0.02,
+        probes={"shadow": 1, "deployed": "auto"},
+        shadow="fp16",
+        clip=(ClipSpec(eps_low=0.2, eps_high=0.28),),
+    )
+    assert config.address == ("0.0.0.0", 9464)
+    assert json.loads(json.dumps(config.as_json()))["prometheus"] == "0.0.0.0:9464"
+
+
+def test_each_variable_is_documented_in_one_place() -> None:
+    for variable in ENVIRONMENT:
+        assert variable in (seismograd.config.__doc__ or "")
+
+
+def test_argument_wins_over_environment_wins_over_default() -> None:
+    assert Config.resolve({"budget": 0.05}, {"SEISMOGRAD_BUDGET": "0.02"}).budget == 0.05
+    assert Config.resolve({"budget": None}, {"SEISMOGRAD_BUDGET": "0.02"}).budget == 0.02
+    assert Config.resolve({}, {}) == Config()
+
+
+def test_friendly_forms() -> None:
+    config = Config.resolve({"runs": Path("x"), "sinks": "wandb", "clip": 0.3, "prometheus": 0}, {})
+    assert (config.runs, config.sinks, config.clip) == ("x", ("wandb",), (ClipSpec(eps_low=0.3, eps_high=0.3),))
+    assert config.address == ("127.0.0.1", 0)
+    assert Config.resolve({}, {"SEISMOGRAD_SINKS": "none", "SEISMOGRAD_PROMETHEUS": ""}).sinks == ()
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"runs": ""}, "runs="),
+        ({"name": "a/b"}, "name="),
+        ({"name": ".."}, "name="),
+        ({"sinks": ["graphite"]}, "sinks="),
+        ({"sinks": [object()]}, "sinks="),
+        ({"prometheus": 70000}, "prometheus="),
+        ({"prometheus": "localhost:x"}, "prometheus="),
+        ({"prometheus": True}, "prometheus="),
+        ({"budget": 1.5}, "budget="),
+        ({"budget": "much"}, "budget="),
+        ({"probes": {"shadows": 1}}, "probes.shadows="),
+        ({"probes": {"shadow": -1}}, "probes.shadow="),
+        ({"probes": {"shadow": "often"}}, "probes.shadow="),
+        ({"shadow": "int8"}, "shadow="),
+        ({"clip": "0.2"}, "clip="),
+        ({"clip": -0.2}, "clip="),
+    ],
+)
+def test_impossible_settings_are_named_with_their_fix(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.resolve(given, {})
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("variable", ["BUDGET", "PROBES", "CLIP", "PROMETHEUS", "SHADOW", "SINKS"])
+def test_impossible_environment(variable: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.resolve({}, {f"SEISMOGRAD_{variable}": "so=what?"})
+    assert variable.lower() in str(error.value).lower()

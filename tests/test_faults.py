@@ -1,0 +1,126 @@
+"""No fault of ours reaches training: an exception in each part is tried, and is counted and shown."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import seismograd.telemetry.hub as hub_module
+from seismograd import Event, Row, RunInfo, RunStore, watch
+from tests import tiny
+from tests.test_trl import same, trained
+
+# The part under which a fault is counted, and the function that is made to raise.
+PLACES = [
+    ("norms", "seismograd.collectors.monitor.take_norms"),
+    ("probe_shadow", "seismograd.collectors.monitor.shadow_logp"),
+    ("probe_deployed", "seismograd.collectors.monitor.StepMonitor._gain"),
+    ("transfer", "seismograd.collectors.transfer.Transfer.fetch"),
+    ("transfer", "seismograd.collectors.table.TokenTable.of"),
+    ("transfer", "seismograd.collectors.layers.Grouping.of"),
+    ("detect", "seismograd.collectors.monitor.largest_sequence_pull"),
+    ("detect", "seismograd.telemetry.detector._Watch.judge"),
+    ("detect", "seismograd.telemetry.baselines.EnvelopeState.judge"),
+    ("detect_worker", "seismograd.telemetry.baselines.RobustState.judge"),
+    ("handover", "seismograd.telemetry.hub.Hub.put"),
+    ("handover", "seismograd.collectors.budget.ProbeBudget.trained"),
+    ("step", "seismograd.collectors.budget.ProbeBudget.due"),
+    ("step", "seismograd.collectors.budget.ProbeBudget.spent"),
+    ("step", "seismograd.collectors.monitor.StepMonitor._judge"),
+    ("adapter", "seismograd.collectors.trainers.trl.GRPOAdapter._batch"),
+    ("adapter", "seismograd.collectors.trainers.trl.GRPOAdapter._staleness"),
+    ("adapter", "seismograd.collectors.trainers.trl.clip_specs"),
+    ("adapter", "seismograd.collectors.monitor.StepMonitor.caught"),
+    ("adapter", "seismograd.collectors.monitor.StepMonitor.begin_step"),
+    ("ratio", "seismograd.collectors.ratio.alpha"),
+    ("log_ratio", "seismograd.collectors.ratio._stats"),
+    ("clipping", "seismograd.collectors.clipping.actual_log_ratio"),
+    ("loss_weight", "seismograd.collectors.ratio.largest_sequence_pull"),
+    ("gradients", "seismograd.collectors.signals.layer_proportions"),
+    ("nonfinite", "seismograd.collectors.signals.nonfinite_counts"),
+    ("worker", "seismograd.collectors.signals.SignalWorker._own_cost"),
+    ("sink:store", "seismograd.telemetry.sinks.store.StoreSink.write"),
+    ("sink:prometheus", "seismograd.telemetry.sinks.prometheus.PrometheusSink.write"),
+]
+
+
+class Broken(RuntimeError):
+    """The fault that is planted."""
+
+
+def _break(*_: Any, **__: Any) -> Any:
+    raise Broken("planted")
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(tiny.trainer(tmp_path_factory.mktemp("honest"), steps=5, dropout=0.1))
+
+
+@pytest.mark.parametrize(("part", "place"), PLACES, ids=[place.removeprefix("seismograd.") for _, place in PLACES])
+def test_fault_is_fenced_counted_and_shown(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    honest: Any,
+    part: str,
+    place: str,
+) -> None:
+    caplog.set_level(logging.WARNING, "seismograd")
+    monkeypatch.setattr(hub_module, "_RETRIES", (0.0, 0.0))
+    trainer = tiny.trainer(tmp_path, steps=5, dropout=0.1)
+    probes = {"shadow": 1, "deployed": 1}
+    with watch(trainer, runs=tmp_path / "runs", name="run", probes=probes, prometheus=0) as run:
+        monkeypatch.setattr(place, _break)
+        assert same(trained(trainer), honest)
+        counts = run._worker._faults.counts()
+        assert run.flush()
+        counts = run._worker._faults.counts()
+    assert counts[part] >= 1
+    assert "planted" in caplog.text
+    if part != "sink:store":
+        with RunStore.read(tmp_path / "runs" / "run" / "run.db") as store:
+            shown = [event for event in store.events("fault") if event.data["part"] == part]
+        assert "training is not affected" in shown[0].message
+        assert "Broken: planted" in shown[0].data["traceback"]
+
+
+class BrokenSink:
+    """A user's own sink that fails in every method."""
+
+    name = "broken"
+
+    def open(self, run: RunInfo) -> None:
+        raise Broken("planted")
+
+    def write(self, row: Row) -> None:
+        raise Broken("planted")
+
+    def event(self, event: Event) -> None:
+        raise Broken("planted")
+
+    def close(self) -> None:
+        raise Broken("planted")
+
+
+def test_sink_of_the_user_s_own(tmp_path: Path, honest: Any) -> None:
+    trainer = tiny.trainer(tmp_path, steps=5, dropout=0.1)
+    with watch(trainer, runs=tmp_path / "runs", name="run", sinks=[BrokenSink()]):
+        assert same(trained(trainer), honest)
+    with RunStore.read(tmp_path / "runs" / "run" / "run.db") as store:
+        assert store.series("step") == [(i, i) for i in range(1, 6)]
+        assert [event.data["part"] for event in store.events("fault")] == ["sink:broken"]
+
+
+def test_interrupt_is_the_user_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    trainer = tiny.trainer(tmp_path, steps=5)
+    with watch(trainer, runs=tmp_path / "runs"):
+        monkeypatch.setattr("seismograd.collectors.monitor.take_norms", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()

@@ -1,0 +1,154 @@
+"""The run store: what is written is read back, whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from seismograd import Event, Reading, Row, RunInfo, RunStore, StoreError
+
+INFO = RunInfo("run", "runs/run", {"budget": 0.01}, started=1.0)
+
+
+def row(step: int, *extra: Reading) -> Row:
+    return Row(step, 100.0 + step, (Reading("step", step), Reading("kl", step / 3, {"estimator": "k3"}), *extra))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    nan = Reading("grad_norm", math.nan, {"layer": "all", "group": "all"})
+    rows = [row(1), row(2, Reading("snr", math.inf)), row(3), row(4, nan)]
+    event = Event("spike", "jumped", 2, 5.0, {"signal": "grad_norm", "value": 3.5})
+    with RunStore.create(tmp_path / "run.db", INFO) as store:
+        for r in rows:
+            store.write(r)
+        store.event(event)
+    with RunStore.read(tmp_path / "run.db") as store:
+        assert list(store.rows())[:3] == rows[:3]
+        assert math.isnan(list(store.rows())[3].readings[-1].value)
+        assert list(store.rows(after=2)) != []
+        assert store.series("kl", estimator="k3") == [(i, i / 3) for i in range(1, 5)]
+        assert store.events() == [event]
+        assert store.events("gap") == []
+        assert store.meta() == {"schema_version": 1, "name": "run", "started": 1.0, "config": {"budget": 0.01}}
+
+
+def test_readable_while_it_is_written(tmp_path: Path) -> None:
+    writer = RunStore.create(tmp_path / "run.db", INFO)
+    writer.write(row(1))
+    with RunStore.read(tmp_path / "run.db") as reader:
+        assert len(list(reader.rows())) == 1
+        writer.write(row(2))
+        assert [r.step for r in reader.rows(after=1)] == [2]
+    writer.close()
+
+
+def test_never_writes_into_another_run_s_store(tmp_path: Path) -> None:
+    RunStore.create(tmp_path / "run.db", INFO).close()
+    with pytest.raises(FileExistsError):
+        RunStore.create(tmp_path / "run.db", INFO)
+
+
+def test_missing_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no such run store"):
+        RunStore.read(tmp_path / "run.db")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a database" * 100])
+def test_corrupt_store(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "run.db"
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match=r"run\.db") as error:
+        RunStore.read(path)
+    assert "\n" not in str(error.value)
+
+
+def test_store_of_a_newer_version(tmp_path: Path) -> None:
+    path = tmp_path / "run.db"
+    RunStore.create(path, INFO).close()
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
+    with pytest.raises(StoreError, match="update seismograd"):
+        RunStore.read(path)
+
+
+LOOP = """
+import sys, time, torch
+sys.path.insert(0, {top!r})
+from tests.tiny import PlainModel
+from seismograd import watch
+
+torch.manual_seed(0)
+model = PlainModel()
+optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+run = watch(model=model, optimizer=optimizer, runs={runs!r}, name="run")
+for step in range(1, 100_000):
+    ids = torch.randint(0, 20, (4, 9))
+    with run.step():
+        logp = model(ids)
+        run.tokens(logp=logp, rollout_logp=logp.detach() + 0.01, advantage=torch.randn(4))
+        (-logp.mean()).backward()
+        run.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+    print(step, time.time(), flush=True)
+"""
+
+
+def loop(runs: Path) -> list[str]:
+    top = str(Path(__file__).parent.parent)
+    return [sys.executable, "-c", textwrap.dedent(LOOP).format(top=top, runs=str(runs))]
+
+
+@pytest.mark.parametrize("after_steps", [3, 40])
+def test_kill_9(tmp_path: Path, after_steps: int) -> None:
+    """The store opens, and lacks no more than one step or one second, whichever is longer."""
+    process = subprocess.Popen(loop(tmp_path), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    printed = []
+    for line in process.stdout:
+        printed.append(line.split())
+        if len(printed) == after_steps:
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    printed += [line.split() for line in process.stdout]
+    assert process.wait(30) == -signal.SIGKILL
+    # Only whole lines of the loop's own: other packages print at import, and the kill may cut the last one.
+    ended = {int(line[0]): float(line[1]) for line in printed if len(line) == 2 and line[0].isdigit()}
+    with RunStore.read(tmp_path / "run" / "run.db") as store:
+        stored = {r.step for r in store.rows()}
+        assert store.meta()["name"] == "run"
+    last = max(ended)
+    assert stored <= set(range(1, last + 2))
+    lacking = set(ended) - stored - {last}
+    assert all(ended[last] - ended[step] <= 1.0 for step in lacking), lacking
+    assert stored == set(range(1, max(stored) + 1)) or not stored
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    """Past a limit on the size of files, writes fail as on a full disk: training goes on, and one line says so."""
+    code = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (120_000, 120_000))
+{loop(tmp_path)[2].replace("range(1, 100_000)", "range(1, 60)")}
+print("trained", flush=True)
+run.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
+    lines = [line for line in done.stderr.splitlines() if "sink store is muted" in line]
+    assert len(lines) == 1, done.stderr
+    assert "training is not affected" in lines[0]
+    with RunStore.read(tmp_path / "run" / "run.db") as store:
+        steps = [r.step for r in store.rows()]
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) < 59
