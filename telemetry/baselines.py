@@ -76,11 +76,13 @@ class Envelope:
         factor: of the envelope, above 1.
         half_life: steps after which the largest value counts half.
         warmup: observations before it may fire.
+        floor: never fires below it, for metrics whose size means something by itself.
     """
 
     factor: float = 3.0
     half_life: float = 500.0
     warmup: int = 10
+    floor: float = 0.0
 
     def state(self, n: int) -> EnvelopeState:
         return EnvelopeState(self, n)
@@ -98,7 +100,7 @@ class EnvelopeState:
     def judge(self, values: Values) -> Verdict:
         observed = np.isfinite(values) & (values > 0)
         ready = (self.seen >= self.settings.warmup) & (self.level > 0)
-        threshold = np.where(ready, self.settings.factor * self.level, np.inf)
+        threshold = np.where(ready, np.maximum(self.settings.factor * self.level, self.settings.floor), np.inf)
         fired = observed & (values > threshold)
         verdict = Verdict(
             fired=fired,
@@ -137,6 +139,7 @@ class Robust:
         window: observations kept.
         warmup: observations before it may fire.
         both_sides: whether unusually small values fire too.
+        floor: never fires below it, for metrics whose size means something by itself.
     """
 
     mads: float = 6.0
@@ -144,6 +147,7 @@ class Robust:
     window: int = 128
     warmup: int = 32
     both_sides: bool = False
+    floor: float = 0.0
 
     def state(self, n: int) -> RobustState:
         return RobustState(self, n)
@@ -180,11 +184,11 @@ class RobustState:
         reach = np.maximum(self.settings.mads * self.scaled_mad(median), np.log(self.settings.factor))
         away = np.abs(logs - median) if self.settings.both_sides else logs - median
         with np.errstate(invalid="ignore"):
-            fired = observed & (away > reach)
+            fired = observed & (away > reach) & (values > self.settings.floor)
         verdict = Verdict(
             fired=fired,
             baseline=np.exp(median),
-            threshold=np.exp(median + reach),
+            threshold=np.maximum(np.exp(median + reach), self.settings.floor),
             score=np.exp(np.abs(logs - median)),
         )
         # A spike enters clipped at its threshold, as in the envelope: it does not blind the next one, and a lasting

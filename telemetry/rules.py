@@ -99,6 +99,10 @@ _ALL_LAYERS = Match("layer", "=", "all")
 _ONE_LAYER = Match("layer", "!=", "all")
 _WHOLE = Match("group", "=", "all")
 _PHANTOM = Selection("clip_fraction", (Match("cell", "=", "phantom"),))
+# A ratio within a factor of 2 passes every published mask (TIS caps at 2, IcePop masks outside 0.5 to 5).
+_RATIO_OF_TWO = 0.6931
+# Nats. BF16 engines at identical weights differ by about 0.02 a token; well below, a quotient means nothing.
+_ENGINES = 0.005
 _ABS_MAX = Match("stat", "=", "abs_max")
 
 RULES: tuple[Rule, ...] = (
@@ -151,7 +155,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "log_ratio",
         Selection("log_ratio", (_ABS_MAX,)),
-        Envelope(),
+        Envelope(factor=5.0, floor=_RATIO_OF_TWO),
         "worker",
         "warning",
         "A token's probability moved far more between rollout and training than usual.",
@@ -161,7 +165,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sequence_log_ratio",
         Selection("sequence_log_ratio", (_ABS_MAX,)),
-        Envelope(),
+        Envelope(factor=5.0, floor=_RATIO_OF_TWO),
         "worker",
         "warning",
         "A sequence's summed log-ratio moved far more than usual.",
@@ -171,7 +175,7 @@ RULES: tuple[Rule, ...] = (
         "layer_proportion",
         Selection("layer_proportion"),
         # In 4,000 honest steps (tests/data) the embedding reached 2.5 times its median; explosions are 70 to 120 times.
-        Robust(mads=6.0, factor=3.0, window=256),
+        Robust(mads=6.0, factor=3.0, window=256, warmup=100),
         "worker",
         "warning",
         "A layer is out of proportion to the others.",
@@ -180,7 +184,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "kl",
         Selection("kl", (Match("estimator", "=", "k3"),)),
-        Envelope(factor=5.0),
+        Envelope(factor=5.0, floor=0.01),
         "worker",
         "warning",
         "KL to the rollout policy jumped.",
@@ -189,7 +193,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "beta",
         Selection("beta_abs_mean"),
-        Robust(mads=6.0, factor=2.0),
+        Robust(mads=6.0, factor=2.0, floor=_ENGINES),
         "worker",
         "warning",
         "The gap of precision between training and rollout changed its size.",
@@ -198,7 +202,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "alpha_floor",
         Selection("alpha_floor"),
-        Robust(mads=6.0, factor=2.0),
+        Robust(mads=6.0, factor=2.0, floor=_ENGINES),
         "worker",
         "critical",
         "At identical weights the rollout engine disagrees more than it used to.",

@@ -67,6 +67,11 @@ class TestEnvelope:
             state.judge(np.array([1e-9]))
         assert state.level[0] == pytest.approx(4.0)  # type: ignore[attr-defined]
 
+    def test_floor(self) -> None:
+        assert fired(Envelope(factor=3, floor=0.7), [0.01] * 50 + [0.6]) == []
+        assert fired(Envelope(factor=3, floor=0.7), [0.01] * 50 + [0.8]) == [50]
+        assert fired(Robust(floor=0.5), [0.01] * 100 + [0.4, 0.6]) == [101]
+
     def test_value_is_not_its_own_baseline(self) -> None:
         state = Envelope(factor=3).state(1)
         for _ in range(20):
