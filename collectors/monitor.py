@@ -288,6 +288,8 @@ class StepMonitor:
         key = tuple(map(id, norms.parameters))
         grouping = self._groupings.get(key)
         if grouping is None:
+            if any(i not in self._names for i in key):  # the trainer has made its model anew
+                self._names = {id(p): name for name, p in self._model.named_parameters()}
             grouping = Grouping.of([self._names.get(i, "other") for i in key])
             self._groupings[key] = grouping
         wide = per_parameter.astype(np.float64)

@@ -7,13 +7,15 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from seismograd.collectors.budget import ProbeBudget, Spacing
+from seismograd.collectors.budget import PROBES, ProbeBudget, Spacing
 from seismograd.collectors.monitor import StepMonitor
 from seismograd.collectors.signals import SignalWorker
 from seismograd.collectors.trainers import PLAIN_LOOP, is_grpo_trainer, unsupported
@@ -73,9 +75,17 @@ def watch(
         "runs": runs, "name": name, "sinks": sinks, "prometheus": prometheus,
         "budget": budget, "probes": probes, "shadow": shadow, "clip": clip,
     }  # fmt: skip
+    config = Config.resolve(given)
+    alone = _world_size() == 1
     if model is not None:
-        run, config = _run(model, Config.resolve(given))
+        # One rank cannot know that a forward of the user's holds no collectives, so it runs none alone.
+        run = _run(model, config if alone else replace(config, budget=0.0, probes=dict.fromkeys(PROBES, 0)))
         run.attach(PlainLoop(model, optimizer, config.clip, run))
+        if not alone and _rank() == 0:
+            run.degraded(
+                "not measured in a plain loop of several processes: alpha, beta, SNR, clip cells and deployed "
+                "improvement; tokens are those of rank 0"
+            )
         return run
     if not is_grpo_trainer(trainer):
         raise unsupported(trainer)
@@ -86,18 +96,33 @@ def watch(
     if isinstance(already, Run):
         log.warning("seismograd: watch() was called twice; this trainer is watched already, by run %s", already.name)
         return already
-    run, _ = _run(trainer.model, Config.resolve(given))
-    run.attach(GRPOAdapter(trainer, run, run))
+    run = _run(trainer.model, config)
+    if _rank() == 0:
+        run.attach(GRPOAdapter(trainer, run, run))
     return run
 
 
-def _run(model: nn.Module, config: Config) -> tuple[Run, Config]:
-    """A run with its hub and its threads, not yet listening to anything."""
+def _rank() -> int:
+    """This process' rank; where torch.distributed has not been started yet, the launcher's word for it."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _run(model: nn.Module, config: Config) -> Run:
+    """A run with its hub and its threads, not yet listening to anything. Ranks other than 0 write nothing anywhere."""
     early: list[Event] = []  # what is said before there is a hub to say it to
-    folder = _folder(config, early)
+    mute = _rank() != 0
+    folder = None if mute else _folder(config, early)
     name = config.name or time.strftime("%Y%m%d-%H%M%S") if folder is None else folder.name
     info = RunInfo(name, None if folder is None else str(folder), config.as_json())
-    chosen, url = _sinks(config, folder, early)
+    chosen, url = ([], None) if mute else _sinks(config, folder, early)
 
     hub: Hub
 
@@ -118,7 +143,7 @@ def _run(model: nn.Module, config: Config) -> tuple[Run, Config]:
     monitor = StepMonitor(model, budget, config.shadow, detector, hub, faults)  # type: ignore[arg-type]
     for event in early:
         hub.event(event)
-    return Run(info, hub, worker, detector, monitor, url), config
+    return Run(info, hub, worker, detector, monitor, url)
 
 
 def _folder(config: Config, early: list[Event]) -> Path | None:

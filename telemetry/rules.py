@@ -99,8 +99,8 @@ _ALL_LAYERS = Match("layer", "=", "all")
 _ONE_LAYER = Match("layer", "!=", "all")
 _WHOLE = Match("group", "=", "all")
 _PHANTOM = Selection("clip_fraction", (Match("cell", "=", "phantom"),))
-# A ratio within a factor of 2 passes every published mask (TIS caps at 2, IcePop masks outside 0.5 to 5).
-_RATIO_OF_TWO = 0.6931
+# Nats. Ratios up to 3 are what importance masks let pass (TRL's cap is 3, IcePop's 5).
+_RATIO_OF_THREE = 1.0986
 # Nats. BF16 engines at identical weights differ by about 0.02 a token; well below, a quotient means nothing.
 _ENGINES = 0.005
 _ABS_MAX = Match("stat", "=", "abs_max")
@@ -155,7 +155,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "log_ratio",
         Selection("log_ratio", (_ABS_MAX,)),
-        Envelope(factor=5.0, floor=_RATIO_OF_TWO),
+        Envelope(floor=_RATIO_OF_THREE),
         "worker",
         "warning",
         "A token's probability moved far more between rollout and training than usual.",
@@ -165,7 +165,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "sequence_log_ratio",
         Selection("sequence_log_ratio", (_ABS_MAX,)),
-        Envelope(factor=5.0, floor=_RATIO_OF_TWO),
+        Envelope(floor=_RATIO_OF_THREE),
         "worker",
         "warning",
         "A sequence's summed log-ratio moved far more than usual.",

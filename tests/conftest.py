@@ -39,5 +39,9 @@ def free_port() -> int:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
     """Where skips are forbidden, a skip of any kind is a failure."""
-    if os.environ.get("SEISMOGRAD_NO_SKIPS") == "1" and call.excinfo and call.excinfo.errisinstance(pytest.skip.Exception):
+    if (
+        os.environ.get("SEISMOGRAD_NO_SKIPS") == "1"
+        and call.excinfo
+        and call.excinfo.errisinstance(pytest.skip.Exception)
+    ):
         call.excinfo = pytest.ExceptionInfo.from_exception(AssertionError(f"skipped: {call.excinfo.value}"))

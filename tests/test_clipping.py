@@ -134,9 +134,7 @@ def test_taken_away_is_what_autograd_says(spec: ClipSpec) -> None:
     advantage = torch.randn(40, 1, generator=rng)
     policy_loss(log_ratio, advantage, spec).sum().backward()
     assert log_ratio.grad is not None
-    t = table(
-        logp=log_ratio.tolist(), rollout_logp=torch.zeros_like(log_ratio).tolist(), advantage=advantage.tolist()
-    )
+    t = table(logp=log_ratio.tolist(), rollout_logp=torch.zeros_like(log_ratio).tolist(), advantage=advantage.tolist())
     taken = taken_away(t, spec, t.logp)
     assert taken.tolist() == (log_ratio.grad == 0).flatten().tolist()
     assert taken.any() == (spec.kind == "clip")

@@ -13,7 +13,7 @@ from seismograd.telemetry.records import Reading, Spike
 from seismograd.telemetry.rules import RULES, Given, Match, Rule, Selection, promql
 
 
-def rule(selection: Selection, baseline: object = Envelope(factor=3), **more: object) -> Rule:  # noqa: B008
+def rule(selection: Selection, baseline: object = Envelope(factor=3), **more: object) -> Rule:
     return Rule("signal", selection, baseline, "step", "critical", "It jumped.", "Look.", **more)  # type: ignore[arg-type]
 
 
@@ -34,9 +34,7 @@ def test_spike_says_what_where_and_against_what() -> None:
     assert spike == Spike(
         "signal", 'grad_norm{layer="all",group="all"}', 20, 12.0, 1.0, 3.0, 12.0, "critical", "It jumped."
     )
-    assert spike.sentence() == (
-        'step 20: It jumped. grad_norm{layer="all",group="all"} = 12 (usual 1, threshold 3)'
-    )
+    assert spike.sentence() == ('step 20: It jumped. grad_norm{layer="all",group="all"} = 12 (usual 1, threshold 3)')
 
 
 def test_worst_series_is_named() -> None:

@@ -25,7 +25,9 @@ MAY_IMPORT = {
 def modules_after(statement: str, cwd: Path) -> set[str]:
     """What a clean interpreter has loaded after a statement."""
     code = f"{statement}; import sys; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=True, timeout=120
+    )
     return set(done.stdout.split())
 
 
@@ -50,7 +52,9 @@ def sources() -> list[tuple[str, Path]]:
     return [(room, path) for room in ROOMS if (TOP / room).is_dir() for path in sorted((TOP / room).rglob("*.py"))]
 
 
-@pytest.mark.parametrize(("room", "path"), sources(), ids=lambda x: str(x.relative_to(TOP)) if isinstance(x, Path) else "")
+@pytest.mark.parametrize(
+    ("room", "path"), sources(), ids=lambda x: str(x.relative_to(TOP)) if isinstance(x, Path) else ""
+)
 def test_who_imports_whom(room: str, path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         names = []

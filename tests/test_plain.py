@@ -160,18 +160,17 @@ def test_step_that_does_not_clip_is_read_at_the_optimizer(tmp_path: Path) -> Non
 
 def test_packed_tokens(tmp_path: Path) -> None:
     loop = watched(tmp_path)
-    with loop.run:  # type: ignore[union-attr]
-        with loop.run.step():  # type: ignore[union-attr]
-            batch = loop.batch()
-            rows = {k: batch[k].reshape(-1) for k in ("logp", "rollout_logp", "mask")}
-            advantage = batch["advantage"].repeat_interleave(8)
-            ids = batch["input_ids"]
-            loop.run.tokens(  # type: ignore[union-attr]
-                **rows, advantage=advantage, replay=lambda: loop.model(ids).reshape(-1)
-            )
-            rows["logp"].sum().backward()
-            loop.run.clip_grad_norm_(1.0)  # type: ignore[union-attr]
-            loop.optimizer.step()
+    with loop.run, loop.run.step():  # type: ignore[union-attr]
+        batch = loop.batch()
+        rows = {k: batch[k].reshape(-1) for k in ("logp", "rollout_logp", "mask")}
+        advantage = batch["advantage"].repeat_interleave(8)
+        ids = batch["input_ids"]
+        loop.run.tokens(  # type: ignore[union-attr]
+            **rows, advantage=advantage, replay=lambda: loop.model(ids).reshape(-1)
+        )
+        rows["logp"].sum().backward()
+        loop.run.clip_grad_norm_(1.0)  # type: ignore[union-attr]
+        loop.optimizer.step()
     found = read(tmp_path)
     assert found["trained_tokens"] == [float(batch["mask"].sum())]
     assert found["beta_abs_mean"][0] > 0

@@ -79,9 +79,7 @@ def test_loopback_unless_told_otherwise(run: Run) -> None:
     sink.close()
 
 
-def test_port_in_use_is_one_clear_line_and_training_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_port_in_use_is_one_clear_line_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     taken = PrometheusSink(0)
     model = tiny.PlainModel()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)

@@ -28,9 +28,7 @@ class PlainLoop:
         run: is told what cannot be measured.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, clips: Sequence[ClipSpec], run: RunState
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, clips: Sequence[ClipSpec], run: RunState) -> None:
         self._model, self._optimizer, self._clips, self._run = model, optimizer, tuple(clips), run
         self._said_replay = False
         self._handles: list[RemovableHandle] = []

@@ -34,6 +34,7 @@ from seismograd.telemetry.records import ClipSpec, Event, TokenBatch
 STATE_FILE = "seismograd.json"
 
 _TOKEN_SIGNALS = "alpha, beta, SNR, clip cells, log-ratios, KL, loss_weight and deployed improvement"
+_PROBE_SIGNALS = "alpha, beta, SNR, clip cells and deployed improvement"
 _GRADIENT_SIGNALS = "gradient norms, proportions and the detection of their spikes"
 
 
@@ -53,6 +54,7 @@ class GRPOAdapter:
         self._active = False
         self._said: set[str] = set()
         self._generated_at = 0
+        self._sharded = False
         self._seen_tokens = self._seen_clip = False
 
     def attach(self, monitor: StepMonitor, hub: Hub) -> None:
@@ -68,7 +70,8 @@ class GRPOAdapter:
         clips_itself = _clips_itself(accelerator)
         if clips_itself:
             self._lost(_GRADIENT_SIGNALS, f"{clips_itself} reduces and clips gradients itself")
-            self._seen_clip = True
+            self._lost(_PROBE_SIGNALS, f"{clips_itself} shards the model, and one rank cannot run a forward alone")
+            self._seen_clip = self._sharded = True
         elif hasattr(accelerator, "clip_grad_norm_"):
             self._clip_grad_norm = accelerator.clip_grad_norm_
             self._patches.append(Patch(accelerator, "clip_grad_norm_", self._watched_clip))
@@ -97,8 +100,8 @@ class GRPOAdapter:
             self._monitor.begin_step(step)
 
     def before_optimizer(self) -> None:
-        """The weights are about to move. A step whose clip was not seen has its tokens probed and judged here; its gradients
-        are clipped by now, so their norms are not read."""
+        """The weights are about to move. A step whose clip was not seen has its tokens probed and judged here; its
+        gradients are clipped by now, so their norms are not read."""
         self._monitor.before_optimizer(())
 
     def step_ends(self) -> None:
@@ -230,7 +233,7 @@ class GRPOAdapter:
             left_out=left_out,
             staleness=self._staleness(),
             engine=engine,
-            replay=partial(_replay, self._trainer.model, forward.args, forward.kwargs),
+            replay=None if self._sharded else partial(_replay, self._trainer.model, forward.args, forward.kwargs),
         )
 
     def _staleness(self) -> int | None:
