@@ -1,0 +1,84 @@
+"""The demo's last words: what the run was, what spiked and why, what it cost, where to look."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from pathlib import Path
+
+from rich.console import Console
+
+from seismograd.demo.console import number, percent
+from seismograd.demo.seen import CELLS, GRAD_NORM, Seen, cell
+from seismograd.demo.trainer import Planted
+from seismograd.telemetry.records import Event
+from seismograd.telemetry.rules import RULES
+
+_ADVICE = {rule.signal: rule.advice for rule in RULES}
+
+
+def print_summary(
+    out: Console, seen: Seen, planted: Planted | None, steps: int, seconds: float, store: Path | None, url: str | None
+) -> None:
+    """Print it.
+
+    Args:
+        out: where to.
+        seen: what the console sink has collected.
+        planted: the fault, where one was planted. Its step is left out of the run's medians and means.
+        steps: optimizer steps done.
+        seconds: of training.
+        store: the run store's file, None where none was written.
+        url: of /metrics, None where it is off.
+    """
+    but = planted.step if planted else None
+    alpha, beta, snr, norm = (
+        number(seen.over_run(*s, but=but)) for s in (("alpha_abs_mean",), ("beta_abs_mean",), ("snr",), GRAD_NORM)
+    )
+    cells = (f"{name} {percent(seen.over_run(*cell(name), by=statistics.fmean, but=but))}" for name in CELLS)
+    out.print()
+    out.print("Summary", style="bold")
+    out.print(f"  {steps} steps in {seconds:.0f} s" + (" (figures below without the faulty step)" if planted else ""))
+    out.print(f"  |alpha| {alpha}  what the policy changed since the rollout, nats, median")
+    out.print(f"  |beta|  {beta}  the gap of precision, FP32 training against BF16 rollout, nats, median")
+    out.print(f"  SNR     {snr}  |alpha| / |beta|, median")
+    out.print(f"  |G|     {norm}  gradient norm before clipping, median")
+    out.print(f"  tokens  {'  '.join(cells)}  (mean)")
+    out.print("          legitimate: clipped by the actual and the clean ratio; phantom: only by the actual one,")
+    out.print("          precision noise took the gradient; hidden: only by the clean one; open: by neither")
+    _spikes(out, seen.spikes, planted)
+    _cost(out, seen)
+    out.print("Where to look", style="bold")
+    if url is not None:
+        out.print(f"  metrics    curl {url} while it runs; --hold 600 keeps it up for ten minutes more")
+    if store is not None:
+        out.print(f"  run        {store.parent}")
+        out.print(f"  spikes     sqlite3 {store} \"select step, message from events where kind = 'spike'\"")
+
+
+def _spikes(out: Console, spikes: list[Event], planted: Planted | None) -> None:
+    out.print("Spikes", style="bold")
+    if not spikes:
+        out.print("  none")
+    for step, group in itertools.groupby(sorted(spikes, key=lambda e: e.step), key=lambda e: e.step):
+        events = list(group)
+        ours = planted is not None and step == planted.step
+        out.print(f"  step {step}" + (": the fault that the demo planted" if ours else ": not planted, the run's own"))
+        for event in events:
+            signal = event.data.get("signal", "")
+            out.print(f"    {signal}: {event.message.removeprefix(f'step {step}: ')}")
+        if ours and planted is not None:
+            before, after = planted.rollout_logp
+            where = f"token {planted.token!r}, row {planted.row}, position {planted.position}"
+            out.print(f"    why: the rollout log-prob of {where} was changed from {before:.2f} to {after:.2f}")
+        signals = [str(event.data.get("signal", "")) for event in events]
+        out.print(f"    look at: {_ADVICE.get(signals[0], '')}")
+    if planted is not None and not any(event.step == planted.step for event in spikes):
+        out.print(f"  NOTHING fired on the planted fault of step {planted.step}", style="bold red")
+
+
+def _cost(out: Console, seen: Seen) -> None:
+    out.print("What it cost", style="bold")
+    parts = sorted(seen.last_by_label("hook_seconds").items(), key=lambda part: -part[1])
+    out.print(f"  {percent(seen.last('overhead_ratio'))} of the step time, probes on every step included")
+    out.print("  last step, ms: " + ", ".join(f"{part} {1000 * s:.3g}" for part, s in parts))
