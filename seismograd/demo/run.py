@@ -100,6 +100,8 @@ def _trainer(out: Console, scale: Scale, *, tiny: bool, steps: int, seed: int, s
 
     policy: Any
     if tiny:
+        if "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # a model of this size only loses time where threads wait for each other
         tokenizer = small.tokenizer()
         policy = small.model(len(tokenizer), seed)
         out.print(f"Model: {small.NAME}")
