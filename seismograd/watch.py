@@ -79,7 +79,8 @@ def watch(
     alone = _world_size() == 1
     if model is not None:
         # One rank cannot know that a forward of the user's holds no collectives, so it runs none alone.
-        run = _run(model, config if alone else replace(config, budget=0.0, probes=dict.fromkeys(PROBES, 0)))
+        settings = config if alone else replace(config, budget=0.0, probes=dict.fromkeys(PROBES, 0))
+        run = _run(model, settings, plain=True)
         run.attach(PlainLoop(model, optimizer, config.clip, run))
         if not alone and _rank() == 0:
             run.degraded(
@@ -96,7 +97,7 @@ def watch(
     if isinstance(already, Run):
         log.warning("seismograd: watch() was called twice; this trainer is watched already, by run %s", already.name)
         return already
-    run = _run(trainer.model, config)
+    run = _run(trainer.model, config, plain=False)
     if _rank() == 0:
         run.attach(GRPOAdapter(trainer, run, run))
     return run
@@ -115,14 +116,14 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _run(model: nn.Module, config: Config) -> Run:
+def _run(model: nn.Module, config: Config, plain: bool) -> Run:
     """A run with its hub and its threads, not yet listening to anything. Ranks other than 0 write nothing anywhere."""
     early: list[Event] = []  # what is said before there is a hub to say it to
     mute = _rank() != 0
     folder = None if mute else _folder(config, early)
     name = config.name or time.strftime("%Y%m%d-%H%M%S") if folder is None else folder.name
     info = RunInfo(name, None if folder is None else str(folder), config.as_json())
-    chosen, url = ([], None) if mute else _sinks(config, folder, early)
+    chosen, url = ([], None) if mute else _sinks(config, folder, plain, early)
 
     hub: Hub
 
@@ -177,7 +178,7 @@ def _nowhere(folder: Path, reason: str, early: list[Event]) -> None:
     )
 
 
-def _sinks(config: Config, folder: Path | None, early: list[Event]) -> tuple[list[Sink], str | None]:
+def _sinks(config: Config, folder: Path | None, plain: bool, early: list[Event]) -> tuple[list[Sink], str | None]:
     """The sinks that could be made, the store first, and the address of /metrics."""
     chosen: list[Sink] = []
     url = None
@@ -194,7 +195,7 @@ def _sinks(config: Config, folder: Path | None, early: list[Event]) -> tuple[lis
             chosen.append(server)
     for sink in config.sinks:
         if isinstance(sink, str):
-            chosen.append(WandbSink(start=sink == "wandb"))
+            chosen.append(WandbSink(start=sink == "wandb", join=plain))
         else:
             chosen.append(sink)
     return chosen, url

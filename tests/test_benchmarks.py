@@ -1,0 +1,111 @@
+"""The benchmarks run, and say what they are asked. What they measure is not judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.overhead import Alternation, OwnTime, bootstrap, by_part, of_pairs, of_share, of_times
+from benchmarks.transfers import Waiting
+from tests import tiny
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_overhead_runs_and_writes_its_table(tmp_path: Path) -> None:
+    out = subprocess.run(
+        [sys.executable, "-m", "benchmarks.overhead", "--quick", "--threads", "1", "--out", str(tmp_path / "results")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert out.returncode == 0, out.stderr
+    text = (tmp_path / "results" / "overhead.md").read_text()
+    assert text.strip() in out.stdout
+    found = json.loads((tmp_path / "results" / "overhead.json").read_text())
+    for key in ("date", "cpu", "cores", "threads", "versions"):
+        assert found["machine"][key]
+    verdicts = {f["what"]: f["verdict"] for f in found["findings"]}
+    assert len(verdicts) == 8
+    assert set(verdicts.values()) <= {"PASS", "FAIL"}
+    assert all(what in text for what in verdicts)
+    share, _, _, cpu, *_, transfers = found["findings"]
+    assert {"worker", "transfer", "detect", "handover", "sink_store", "sink_prometheus"} <= {
+        *share["values"]["mean_seconds_by_part"]
+    }
+    assert share["values"]["share"] > 0
+    assert len(cpu["values"]["ratios"]) >= 2
+    # The one figure that no machine changes.
+    assert transfers["values"]["by_step"] == [1] * 4
+    assert transfers["verdict"] == "PASS"
+    assert str(tmp_path) not in text.replace(str(tmp_path / "results"), "")
+
+
+def test_share_is_held_against_a_quiet_step() -> None:
+    steps = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 50.0])
+    cost = OwnTime({"worker": np.full(6, 0.004), "probe_shadow": np.array([0, 0, 0.036, 0, 0, 0])}, steps, 0.0)
+    assert cost.share()[0] == pytest.approx(0.01)
+    assert of_share("x", cost, 0.01).verdict == "PASS"
+    assert of_share("x", cost, 0.009).verdict == "FAIL"
+    assert cost.runs("probe_shadow") == 1
+    assert "| probe_shadow | training | 6.00" in by_part(cost)
+    assert "| worker       | own      | 4.00" in by_part(cost)
+
+
+def test_pairs_contradict_a_share_that_is_too_small() -> None:
+    cost = OwnTime({"worker": np.full(8, 0.01)}, np.ones(8), 0.0)
+    assert of_pairs("x", np.array([0.98, 1.01, 1.04, 1.0]), cost).verdict == "PASS"
+    assert of_pairs("x", np.full(20, 1.03), cost).verdict == "FAIL"
+    low, high = bootstrap(np.arange(101.0), np.median)
+    assert 30 < low < 50 < high < 70
+
+
+def test_worst_or_median_is_judged() -> None:
+    times = np.array([1.0] * 99 + [200.0])
+    assert of_times("x", times, 100, "ms").verdict == "PASS"
+    assert of_times("x", times, 100, "ms", worst=True).verdict == "FAIL"
+
+
+def test_every_other_step_is_watched(tmp_path: Path) -> None:
+    from seismograd import RunStore, watch
+
+    class Trainer(tiny.EngineTrainer):
+        def get_batch_samples(self, *args: object, **kwargs: object) -> object:
+            alternation()
+            return super().get_batch_samples(*args, **kwargs)
+
+    trainer = tiny.trainer(tmp_path, steps=9, cls=Trainer)
+    with watch(trainer, runs=tmp_path, name="run") as run:
+        alternation = Alternation(run)
+        trainer.train()
+    watched = [step for step, (was, _, _) in enumerate(alternation.steps, 1) if was]
+    assert sorted(1 + (step - 1) // 2 for step in watched) == [1, 2, 3, 4]  # one of each pair
+    with RunStore.read(tmp_path / "run" / "run.db") as store:
+        stored = [step for step, _ in store.series("step_seconds")]
+    assert [step for step in stored if step < 9] == watched
+
+
+def test_calls_that_wait_for_a_device_are_counted() -> None:
+    x = torch.arange(4.0)
+    with Waiting((str(ROOT / "tests") + "/",)) as waiting:
+        x.sum().item()
+        if (x > 1).any():
+            x = x[x > 1]
+        x = torch.where(x > 0, x, -x)[1:]
+        x.unique()
+        float(x[0])
+    names = sorted(place.split()[1] for place in waiting.found.elements())
+    assert names == ["__bool__", "__float__", "__getitem__", "item", "unique"]
+    with Waiting() as elsewhere:
+        x.sum().item()
+    assert not elsewhere.found
