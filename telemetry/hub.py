@@ -94,7 +94,7 @@ class _SinkLane(_Lane):
 
     def __init__(self, sink: Sink, run: RunInfo, faults: Faults, capacity: int) -> None:
         self._sink, self._info, self._faults = sink, run, faults
-        self._opened = False
+        self._opened = self._closed = False
         self._muted_until = 0.0
         self._gap = _Gap()
         self.dropped = 0
@@ -110,6 +110,8 @@ class _SinkLane(_Lane):
             item.done.set()
         elif isinstance(item, _Flush):
             item.done.set()
+        elif self._closed:
+            return  # a fault of another sink's close; it has been logged
         elif time.monotonic() < self._muted_until or not self._deliver(item):
             self._drop(item)
 
@@ -146,6 +148,7 @@ class _SinkLane(_Lane):
         self.dropped += len(item.readings) if isinstance(item, Row) else 1
 
     def _close(self) -> None:
+        self._closed = True
         with self._faults.fence(f"sink:{self.name}"):
             if self._opened:
                 self._sink.close()
@@ -244,7 +247,8 @@ class Hub(_Lane):
 
     def close(self, timeout: float = 10.0) -> bool:
         """Write what is queued, close the sinks and end the threads; False where a sink had to be abandoned."""
-        clean = self.flush(timeout)
+        # Twice: a sink that fails on what the first flush brought it reports that to the others.
+        clean = self.flush(timeout) and self.flush(timeout)
         deadline = time.monotonic() + (timeout if clean else 1.0)
         clean = self._through_lanes(_Close, deadline) and clean
         lanes: list[_Lane] = [*self._lanes, self]

@@ -197,3 +197,20 @@ def test_worker_that_keeps_failing_is_switched_off() -> None:
 
 def _raise() -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_what_fails_at_the_very_end_is_still_told_to_the_others() -> None:
+    """A sink that fails slowly on the last row reports it while the others are about to be closed."""
+
+    def slow(what: str) -> None:
+        if what in ("write", "close"):
+            time.sleep(0.05)
+            _raise()
+
+    shaky, fine = Memory("shaky", slow), Memory("fine")
+    hub = made(fine, shaky)
+    hub.put(Step(0))
+    assert hub.close()
+    told = [event.data["part"] for event in fine.events if event.kind == "fault"]
+    assert told == ["sink:shaky"]
+    assert "sink:fine" not in hub._faults.counts() or hub._faults.counts()["sink:fine"] == 0

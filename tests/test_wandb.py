@@ -332,6 +332,7 @@ def test_without_a_run_w_and_b_is_not_imported_and_without_w_and_b_one_line_says
             "found = {'folder': str(run.folder)}",
         )
         said = {line.rpartition("training is not affected: ")[2] for line in absent["lines"]}
+        assert len(said) == 1, said
         (line,) = said
         assert "pip install 'seismograd[wandb]'" in line
         assert "\n" not in line
