@@ -82,7 +82,8 @@ class StepMonitor:
         """How the loss limits its ratios; set by the adapter."""
         self.overflow_expected = False
         """The loss is scaled, so that non-finite gradients are routine; set by the adapter."""
-        self._model, self._budget, self._shadow = model, budget, shadow
+        self.shadow = shadow
+        self._model, self._budget = model, budget
         self._detector, self._hub, self._faults = detector, hub, faults
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._groupings: dict[tuple[int, ...], Grouping] = {}
@@ -245,7 +246,7 @@ class StepMonitor:
 
     def _shadow_logp(self, batch: TokenBatch) -> Tensor:
         assert batch.replay is not None
-        return shadow_logp(self._model, batch.replay, self._shadow)
+        return shadow_logp(self._model, batch.replay, self.shadow)
 
     @torch.no_grad()
     def _gain(self, batch: TokenBatch) -> Tensor:

@@ -199,7 +199,9 @@ class Event:
 
     @staticmethod
     def of(spike: Spike) -> Event:
-        return Event("spike", spike.sentence(), spike.step, data={"schema_version": SCHEMA_VERSION, **asdict(spike)})
+        """The spike's fields as data; values that JSON has no number for as "nan", "inf" and "-inf"."""
+        found = {k: str(x) if isinstance(x, float) and not math.isfinite(x) else x for k, x in asdict(spike).items()}
+        return Event("spike", spike.sentence(), spike.step, data={"schema_version": SCHEMA_VERSION, **found})
 
 
 @dataclass(frozen=True)

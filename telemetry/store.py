@@ -117,7 +117,7 @@ class RunStore:
         """Append an event and commit it."""
         self._db.execute(
             "INSERT INTO events (step, time, kind, message, data) VALUES (?, ?, ?, ?, ?)",
-            (event.step, event.time, event.kind, event.message, json.dumps(dict(event.data))),
+            (event.step, event.time, event.kind, event.message, json.dumps(dict(event.data), allow_nan=False)),
         )
 
     def meta(self) -> dict[str, Any]:

@@ -289,6 +289,17 @@ def test_method_that_has_moved_degrades_loudly(
     assert ("alpha_floor" in names) == (moved == "clip_grad_norm_")
 
 
+def test_shadow_that_the_trainer_s_autocast_would_override_is_refused_loudly(tmp_path: Path) -> None:
+    trainer = tiny.trainer(tmp_path, steps=2, bf16=True)
+    with watch(trainer, runs=tmp_path / "runs", name="run", shadow="fp16", probes=EVERY_STEP):
+        trainer.train()
+    with RunStore.read(tmp_path / "runs" / "run" / "run.db") as store:
+        (event,) = store.events("degraded")
+        assert "set shadow='bf16'" in event.message
+        assert store.series("beta_abs_mean") == []
+        assert len(store.series("loss_weight", stat="l2")) == 2
+
+
 def test_detection_state_goes_with_the_checkpoint(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
     whole = tiny.trainer(tmp_path / "a", steps=6, **settings)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 import seismograd.telemetry.hub as hub_module
 from seismograd import Reading, Row, RunInfo, RunStore, watch
@@ -22,8 +23,6 @@ from seismograd.telemetry.sinks.wandb import AXIS, WandbSink
 from tests import tiny
 from tests.test_plain import Loop, events, watched
 from tests.test_trl import EVERY_STEP, same, trained
-
-wandb = pytest.importorskip("wandb")
 
 # W&B's own, in every row: not logged by anybody.
 BOOKKEEPING = {"_runtime", "_step", "_timestamp"}

@@ -54,7 +54,7 @@ class GRPOAdapter:
         self._active = False
         self._said: set[str] = set()
         self._generated_at = 0
-        self._sharded = False
+        self._replays = True
         self._seen_tokens = self._seen_clip = False
 
     def attach(self, monitor: StepMonitor, hub: Hub) -> None:
@@ -71,13 +71,20 @@ class GRPOAdapter:
         if clips_itself:
             self._lost(_GRADIENT_SIGNALS, f"{clips_itself} reduces and clips gradients itself")
             self._lost(_PROBE_SIGNALS, f"{clips_itself} shards the model, and one rank cannot run a forward alone")
-            self._seen_clip = self._sharded = True
+            self._seen_clip, self._replays = True, False
         elif hasattr(accelerator, "clip_grad_norm_"):
             self._clip_grad_norm = accelerator.clip_grad_norm_
             self._patches.append(Patch(accelerator, "clip_grad_norm_", self._watched_clip))
         else:
             self._lost(_GRADIENT_SIGNALS, "the trainer's accelerator has no clip_grad_norm_")
             self._seen_clip = True
+        mixed = getattr(accelerator, "mixed_precision", "no")
+        if mixed not in ("no", monitor.shadow):
+            # The model's forward is wrapped in the trainer's own autocast, which would override the shadow's.
+            self._lost(
+                _PROBE_SIGNALS, f"a {monitor.shadow} shadow does not run in {mixed} training, set shadow={mixed!r}"
+            )
+            self._replays = False
         self._callback = StepCallback(self, self._run)
         trainer.add_callback(self._callback)
 
@@ -233,7 +240,7 @@ class GRPOAdapter:
             left_out=left_out,
             staleness=self._staleness(),
             engine=engine,
-            replay=None if self._sharded else partial(_replay, self._trainer.model, forward.args, forward.kwargs),
+            replay=partial(_replay, self._trainer.model, forward.args, forward.kwargs) if self._replays else None,
         )
 
     def _staleness(self) -> int | None:
