@@ -12,9 +12,8 @@ is done even if all of ours fails.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,15 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from seismograd.collectors.budget import ProbeBudget
+from seismograd.collectors.columns import device_columns, host_batch
 from seismograd.collectors.gradients import Norms, take_norms
+from seismograd.collectors.guard import Guard
 from seismograd.collectors.layers import Grouping
 from seismograd.collectors.payload import Deployed, Gradients, LogPayload, StepPayload
 from seismograd.collectors.ratio import largest_sequence_pull, nonfinite_counts
 from seismograd.collectors.shadow import Precision, shadow_logp
-from seismograd.collectors.table import FLOAT_COLUMNS, HostBatch, TokenTable
+from seismograd.collectors.table import TokenTable
 from seismograd.collectors.transfer import Host, Transfer
 from seismograd.telemetry.detector import Detector, Measured
-from seismograd.telemetry.faults import Faults, Fence
+from seismograd.telemetry.faults import Faults
 from seismograd.telemetry.records import ClipSpec, Event, Spike, TokenBatch
 
 
@@ -96,9 +97,9 @@ class StepMonitor:
         """Spikes found so far in the present step."""
         return () if self._step is None else self._step.spikes
 
-    def guard(self, part: str) -> _Guard:
+    def guard(self, part: str) -> Guard:
         """``with monitor.guard("norms"):`` fences the block and books its time under the part."""
-        return _Guard(self._faults.fence(part), self._seconds, part)
+        return Guard(self._faults.fence(part), self._seconds, part)
 
     def begin_step(self, step: int) -> None:
         """A step begins; what an unfinished one left is dropped."""
@@ -266,14 +267,14 @@ class StepMonitor:
             transfer.add("norms", norms.per_parameter)
             transfer.add("total", norms.total)
         for i, batch in enumerate(step.batches):
-            for key, tensor in _columns(batch):
+            for key, tensor in device_columns(batch):
                 transfer.add((i, key), tensor)
         self._add_pending(transfer)
         host = transfer.fetch()
         if norms is not None:
             step.gradients = self._gradients(norms, host["norms"], float(host["total"]))
         if step.batches:
-            batches = [_host_batch(batch, i, host) for i, batch in enumerate(step.batches)]
+            batches = [host_batch(batch, i, host) for i, batch in enumerate(step.batches)]
             step.tokens = TokenTable.of(batches, engine=all(batch.engine for batch in step.batches))
         step.deployed = self._take_pending(host)
 
@@ -325,50 +326,3 @@ class StepMonitor:
             counts = np.array(list(nonfinite.values()), dtype=np.float64)
             found["nonfinite_total"] = Measured([{"where": where} for where in nonfinite], counts)
         return found
-
-
-class _Guard:
-    """A fence that also books the time of its block, by the clock of the thread."""
-
-    __slots__ = ("_fence", "_part", "_seconds", "_since")
-
-    def __init__(self, fence: Fence, seconds: dict[str, float], part: str) -> None:
-        self._fence, self._seconds, self._part = fence, seconds, part
-
-    @property
-    def failed(self) -> bool:
-        return self._fence.failed
-
-    def __enter__(self) -> _Guard:
-        self._since = time.thread_time()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        self._seconds[self._part] = self._seconds.get(self._part, 0.0) + time.thread_time() - self._since
-        return self._fence.__exit__(kind, error, trace)
-
-
-def _columns(batch: TokenBatch) -> Iterable[tuple[str, Tensor]]:
-    yield "mask", batch.mask
-    for key in FLOAT_COLUMNS:
-        tensor = getattr(batch, key)
-        if tensor is not None:
-            yield key, tensor
-    for reason, flags in batch.left_out.items():
-        yield f"left_out.{reason}", flags
-    if isinstance(batch.staleness, Tensor):
-        yield "staleness", batch.staleness
-
-
-def _host_batch(batch: TokenBatch, i: int, host: Mapping[Any, Host]) -> HostBatch:
-    staleness: Host | None = host.get((i, "staleness"))
-    if isinstance(batch.staleness, int):
-        staleness = np.full(batch.mask.shape[0], batch.staleness, dtype=np.float32)
-    return HostBatch(
-        mask=host[i, "mask"],
-        columns={key: host[i, key] for key in FLOAT_COLUMNS if (i, key) in host},
-        left_out={reason: host[i, f"left_out.{reason}"] for reason in batch.left_out},
-        staleness=staleness,
-    )
