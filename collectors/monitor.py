@@ -195,13 +195,10 @@ class StepMonitor:
             )
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Hand over what the trainer logs; what is not a number is left out."""
-        with self.guard("handover"):
-            numbers = {
-                k: float(x) for k, x in values.items() if isinstance(x, (int, float)) and not isinstance(x, bool)
-            }
-            if numbers:
-                self._hub.put(LogPayload(step, numbers))
+        """Hand over what the trainer logs; the worker leaves out what is not a number."""
+        if values:
+            with self.guard("handover"):
+                self._hub.put(LogPayload(step, dict(values)))
 
     def finish(self) -> None:
         """Training ends: hand over what waits for a further step's transfer."""

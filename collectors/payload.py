@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,11 +92,11 @@ class LogPayload:
 
     Args:
         step: optimizer step that it names.
-        values: by the trainer's own names.
+        values: by the trainer's own names, numbers and others.
     """
 
     step: int
-    values: Mapping[str, float]
+    values: Mapping[str, Any]
 
     @property
     def size(self) -> int:

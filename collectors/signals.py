@@ -74,8 +74,7 @@ class SignalWorker:
             if isinstance(payload, Deployed):
                 return [_deployed_row(payload, time.time())], []
             assert isinstance(payload, LogPayload)
-            readings = tuple(Reading("trainer_metric", x, {"name": name}) for name, x in payload.values.items())
-            return [Row(payload.step, time.time(), readings)], []
+            return _logged(payload), []
 
     def state_dict(self) -> dict[str, Any]:
         """Detection state and counters, JSON-serialisable; callable from any thread."""
@@ -173,6 +172,12 @@ class _UsualProportions:
         self._state.judge(proportions)
         known = quotients[np.isfinite(quotients)]
         return float(known.max()) if known.size else None
+
+
+def _logged(payload: LogPayload) -> list[Row]:
+    numbers = [(k, x) for k, x in payload.values.items() if isinstance(x, (int, float)) and not isinstance(x, bool)]
+    readings = tuple(Reading("trainer_metric", float(x), {"name": name}) for name, x in numbers)
+    return [Row(payload.step, time.time(), readings)] if readings else []
 
 
 def _deployed_row(found: Deployed, at: float) -> Row:
