@@ -46,13 +46,17 @@ class ProbeBudget:
         # The deployed probe repeats the shadow's forward, so its cost is known before its first run.
         known = account if account.runs else self._accounts["shadow"]
         if not known.runs:
-            return probe == "shadow"
+            return probe == "shadow" and account.last is None
         return account.spent + known.spent / known.runs <= self._share * self._trained
 
-    def spent(self, probe: str, step: int, seconds: float) -> None:
-        """Book one run of a probe."""
+    def ran(self, probe: str, step: int) -> None:
+        """The probe has run at this step; what it took is booked when it is known."""
+        self._accounts[probe].last = step
+
+    def spent(self, probe: str, seconds: float) -> None:
+        """Book the time of one run of a probe."""
         account = self._accounts[probe]
-        account.spent, account.runs, account.last = account.spent + seconds, account.runs + 1, step
+        account.spent, account.runs = account.spent + seconds, account.runs + 1
 
     def trained(self, seconds: float) -> None:
         """Book one training step."""

@@ -28,6 +28,7 @@ from seismograd.collectors.layers import Grouping
 from seismograd.collectors.payload import Deployed, Gradients, LogPayload, StepPayload
 from seismograd.collectors.ratio import largest_sequence_pull, nonfinite_counts
 from seismograd.collectors.shadow import Precision, shadow_logp
+from seismograd.collectors.stopwatch import Stopwatch
 from seismograd.collectors.table import TokenTable
 from seismograd.collectors.transfer import Host, Transfer
 from seismograd.telemetry.detector import Detector, Measured
@@ -90,6 +91,7 @@ class StepMonitor:
         self._groupings: dict[tuple[int, ...], Grouping] = {}
         self._step: _Step | None = None
         self._seconds: dict[str, float] = {}
+        self._running: list[tuple[str, Stopwatch]] = []  # probes whose time is not booked yet
         self._pending: list[tuple[int, Tensor]] = []  # deployed probes whose result is still on the device
 
     @property
@@ -214,11 +216,9 @@ class StepMonitor:
     def _probe_shadow(self, step: _Step) -> None:
         if not self._due("shadow", step):
             return
-        began = time.perf_counter()
-        with self.guard("probe_shadow") as guard:
+        with self._booked("shadow", step), self.guard("probe_shadow") as guard:
             step.batches = [replace(batch, shadow_logp=self._shadow_logp(batch)) for batch in step.batches]
             step.shadowed = True
-        self._budget.spent("shadow", step.number, time.perf_counter() - began)
         if guard.failed:
             step.batches = [replace(batch, shadow_logp=None) for batch in step.batches]
 
@@ -226,13 +226,28 @@ class StepMonitor:
         """Needs the shadow of this very step as its before; the result stays on the device until the next transfer."""
         if not (step.shadowed and self._due("deployed", step)):
             return
-        began = time.perf_counter()
-        with self.guard("probe_deployed"):
+        with self._booked("deployed", step), self.guard("probe_deployed"):
             gains = [self._gain(batch) for batch in step.batches if batch.advantage is not None]
             if gains:
                 total = torch.stack(gains).sum(dim=0)
                 self._pending.append((step.number, total[0] / total[1].clamp(min=1.0)))
-        self._budget.spent("deployed", step.number, time.perf_counter() - began)
+
+    def _booked(self, probe: str, step: _Step) -> Stopwatch:
+        """Times a run of a probe, for the budget; what it took is known after the next transfer."""
+        self._budget.ran(probe, step.number)
+        watch = Stopwatch(step.batches[0].mask.device)
+        self._running.append((probe, watch))
+        return watch
+
+    def _book(self) -> None:
+        """Book the probes whose time is known."""
+        running, self._running = self._running, []
+        for probe, watch in running:
+            seconds = watch.seconds()
+            if seconds is None:
+                self._running.append((probe, watch))
+            else:
+                self._budget.spent(probe, seconds)
 
     def _due(self, probe: str, step: _Step) -> bool:
         return (
@@ -268,6 +283,7 @@ class StepMonitor:
                 transfer.add((i, key), tensor)
         self._add_pending(transfer)
         host = transfer.fetch()
+        self._book()
         if norms is not None:
             step.gradients = self._gradients(norms, host["norms"], float(host["total"]))
         if step.batches:

@@ -45,16 +45,23 @@ class Faults:
         with self._lock:
             return dict(self._counts)
 
-    def count(self, part: str, error: BaseException) -> None:
-        """Record one fault of a part."""
+    def count(self, part: str, error: BaseException, consequence: str | None = None) -> None:
+        """Record one fault of a part.
+
+        Args:
+            part: that failed.
+            error: of which the first line is shown.
+            consequence: what becomes of the part, for those that are not switched off by the count.
+        """
         with self._lock:
             self._counts[part] += 1
             self._in_a_row[part] += 1
-            first, last = self._counts[part] == 1, self._in_a_row[part] == _GIVE_UP_AFTER
+            first = self._counts[part] == 1
+            last = self._in_a_row[part] == _GIVE_UP_AFTER and consequence is None
         if not (first or last):
             return
         what = f"{type(error).__name__}: {error}".splitlines()[0]
-        message = f"fault in {part}, training is not affected: {what}"
+        message = f"fault in {part}{consequence or ''}, training is not affected: {what}"
         if last:
             message = f"{part} is switched off after {_GIVE_UP_AFTER} faults in a row, training is not affected: {what}"
         trace = "".join(traceback.format_exception(error))

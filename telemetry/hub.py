@@ -7,7 +7,6 @@ that lacks it. A sink that hangs fills its own queue only.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -18,8 +17,6 @@ from typing import Any, Protocol
 from seismograd.telemetry.faults import Faults
 from seismograd.telemetry.records import Event, Row, RunInfo
 from seismograd.telemetry.sinks import Sink
-
-log = logging.getLogger("seismograd")
 
 _RETRIES = (0.05, 0.2)  # seconds before the second and the third try of a write
 _MUTED_SECONDS = 30.0  # a muted sink is tried again after this
@@ -127,11 +124,9 @@ class _SinkLane(_Lane):
                 continue
             return True
         assert error is not None
-        muted = f"sink {self.name} is muted for {_MUTED_SECONDS:.0f} s after three failed writes"
-        if not self._muted_until:  # said once; the count says how often
-            log.warning("seismograd: %s, training is not affected: %s", muted, _first_line(error))
         self._muted_until = time.monotonic() + _MUTED_SECONDS
-        self._faults.count(f"sink:{self.name}", error)
+        muted = f", which is muted for {_MUTED_SECONDS:.0f} s after three failed writes"
+        self._faults.count(f"sink:{self.name}", error, muted)
         return False
 
     def _write(self, item: Row | Event) -> None:
@@ -139,8 +134,8 @@ class _SinkLane(_Lane):
             self._sink.open(self._info)
             self._opened = True
         if self._gap.readings:
-            gap, self._gap = self._gap, _Gap()
-            self._sink.event(gap.event(self.name))
+            self._sink.event(self._gap.event(self.name))
+            self._gap = _Gap()  # only once it is written
         self._sink.event(item) if isinstance(item, Event) else self._sink.write(item)
 
     def _drop(self, item: Row | Event) -> None:
@@ -278,7 +273,3 @@ class Hub(_Lane):
         marks = [kind() for _ in self._lanes]
         put = [lane.put_patiently(mark, deadline) for lane, mark in zip(self._lanes, marks, strict=True)]
         return all(put) and all(mark.done.wait(max(0.0, deadline - time.monotonic())) for mark in marks)
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -14,7 +14,8 @@ def run(budget: float, spacing: dict[str, Spacing], steps: int, cost: float) -> 
     for step in range(1, steps + 1):
         for probe in ran:
             if (probe == "shadow" or step in ran["shadow"]) and plan.due(probe, step):
-                plan.spent(probe, step, cost)
+                plan.ran(probe, step)
+                plan.spent(probe, cost)
                 ran[probe].append(step)
         plan.trained(1.0)
     return ran
@@ -44,5 +45,5 @@ def test_budget_of_nothing() -> None:
 def test_ages() -> None:
     plan = ProbeBudget(0.01, {})
     assert plan.ages(5) == {}
-    plan.spent("shadow", 3, 0.1)
+    plan.ran("shadow", 3)
     assert plan.ages(5) == {"shadow": 2}

@@ -145,7 +145,7 @@ run.close()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert "trained" in done.stdout
-    lines = [line for line in done.stderr.splitlines() if "sink store is muted" in line]
+    lines = [line for line in done.stderr.splitlines() if "which is muted" in line]
     assert len(lines) == 1, done.stderr
     assert "training is not affected" in lines[0]
     with RunStore.read(tmp_path / "run" / "run.db") as store:

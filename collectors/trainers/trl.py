@@ -143,6 +143,8 @@ class GRPOAdapter:
 
     def training_ends(self) -> None:
         self._monitor.finish()
+        # The script may end its W&B run right after, and the last rows belong in there.
+        self._hub.flush(5.0)
 
     def _checkpoint(self, step: int) -> Path:
         return Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
