@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -43,7 +44,7 @@ class _Stop:
     """Ends a lane's thread once it has worked off what lies before it."""
 
 
-class _Lane:
+class _Lane(ABC):
     """A bounded queue and the daemon thread that works it off."""
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -74,8 +75,9 @@ class _Lane:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         return not self._thread.is_alive()
 
+    @abstractmethod
     def handle(self, item: Any) -> None:
-        raise NotImplementedError  # pragma: no cover
+        """Work off one item, on the lane's thread."""
 
     def _run(self) -> None:
         while True:

@@ -125,6 +125,7 @@ class GRPOAdapter:
 
     def training_begins(self, step: int) -> None:
         """Resuming from a checkpoint: take up the detection state that was saved beside it."""
+        self._generated_at = step
         if step == 0:
             return
         with self._monitor.guard("checkpoint"):
