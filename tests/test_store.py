@@ -148,6 +148,8 @@ run.close()
     lines = [line for line in done.stderr.splitlines() if "which is muted" in line]
     assert len(lines) == 1, done.stderr
     assert "training is not affected" in lines[0]
+    assert "run.db" in lines[0]
+    assert "SEISMOGRAD_RUNS" in lines[0]
     with RunStore.read(tmp_path / "run" / "run.db") as store:
         steps = [r.step for r in store.rows()]
     assert steps == list(range(1, len(steps) + 1))
