@@ -256,6 +256,15 @@ def test_exception_of_the_loop_passes_through(tmp_path: Path) -> None:
     assert read(tmp_path)["step"] == [1.0, 3.0]
 
 
+def test_loop_that_goes_on_after_close_is_a_plain_one(tmp_path: Path) -> None:
+    plain, loop = Loop(), watched(tmp_path)
+    with loop.run:  # type: ignore[union-attr]
+        loop.train(2)
+    assert loop.train(3) == plain.train(5)
+    assert loop.norms == plain.norms
+    assert read(tmp_path)["step"] == [1.0, 2.0]
+
+
 def test_bounds_of_the_loop_s_own_loss(tmp_path: Path) -> None:
     loop = watched(tmp_path, clip=ClipSpec(eps_low=1e-6, eps_high=1e-6))
     with loop.run:  # type: ignore[union-attr]

@@ -33,6 +33,7 @@ class PlainLoop:
         self._said_replay = False
         self._handles: list[RemovableHandle] = []
         self._steps = 0
+        self._active = False
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -40,12 +41,14 @@ class PlainLoop:
         return [p for p in self._model.parameters() if p.requires_grad]
 
     def attach(self, monitor: StepMonitor, hub: Hub) -> None:
-        self._monitor = monitor
+        self._monitor, self._active = monitor, True
         monitor.clips = self._clips
         if self._optimizer is not None:
             self._handles.append(self._optimizer.register_step_pre_hook(self._before_optimizer))
 
     def detach(self) -> None:
+        """The loop may go on with its calls: they do what torch does, and nothing else."""
+        self._active = False
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -53,6 +56,9 @@ class PlainLoop:
     @contextmanager
     def step(self, number: int | None = None) -> Iterator[None]:
         """Around one optimizer step. An exception of the loop's own passes through, and the step is not recorded."""
+        if not self._active:
+            yield
+            return
         self._steps = self._steps + 1 if number is None else number
         with self._monitor.guard("adapter"):
             self._monitor.begin_step(self._steps)
@@ -73,6 +79,8 @@ class PlainLoop:
         loss_scale: Tensor | float | None,
     ) -> None:
         """See `seismograd.Run.tokens`."""
+        if not self._active:
+            return
         with self._monitor.guard("tokens"):
             flat = logp.detach()
             batch = TokenBatch(
@@ -102,7 +110,10 @@ class PlainLoop:
 
     def clip_grad_norm_(self, max_norm: float, parameters: Sequence[Tensor] | None = None) -> Tensor:
         """See `seismograd.Run.clip_grad_norm_`."""
-        return self._monitor.clip(self.parameters if parameters is None else list(parameters), max_norm)
+        chosen = self.parameters if parameters is None else list(parameters)
+        return (
+            self._monitor.clip(chosen, max_norm) if self._active else torch.nn.utils.clip_grad_norm_(chosen, max_norm)
+        )
 
     def finish(self) -> None:
         self._monitor.finish()
