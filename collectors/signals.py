@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter
@@ -23,10 +22,8 @@ from seismograd.collectors.ratio import (
 from seismograd.collectors.table import TokenTable
 from seismograd.telemetry.baselines import Robust, RobustState
 from seismograd.telemetry.detector import Detector, measured
-from seismograd.telemetry.faults import Faults
+from seismograd.telemetry.faults import Faults, warn
 from seismograd.telemetry.records import ClipSpec, Event, Reading, Row, Spike
-
-log = logging.getLogger("seismograd")
 
 # What each part of the token signals is called where it fails, and the function that computes it.
 _TOKEN_PARTS: tuple[tuple[str, Callable[[TokenTable, Sequence[ClipSpec]], list[Reading]]], ...] = (
@@ -90,8 +87,8 @@ class SignalWorker:
         """Take up where `state_dict` left off."""
         with self._lock:
             self._detector.load_state_dict(state["detector"])
-            self._spikes.update(state["spikes"])
-            self._nonfinite.update(state["nonfinite"])
+            self._spikes = Counter({**self._spikes, **state["spikes"]})
+            self._nonfinite = Counter({**self._nonfinite, **state["nonfinite"]})
             self._zero_steps = int(state["zero_steps"])
 
     def _step(self, payload: StepPayload) -> tuple[list[Row], list[Event]]:
@@ -187,5 +184,5 @@ def _deployed_row(found: Deployed, at: float) -> Row:
 def _announced(spike: Spike) -> Event:
     event = Event.of(spike)
     if not spike.repeat:
-        log.warning("seismograd: %s", event.message)
+        warn(event.message)
     return event

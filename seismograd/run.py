@@ -18,6 +18,7 @@ from seismograd.collectors.signals import SignalWorker
 from seismograd.collectors.trainers import Adapter
 from seismograd.collectors.trainers.plain import PlainLoop
 from seismograd.telemetry.detector import Detector
+from seismograd.telemetry.faults import Faults, warn
 from seismograd.telemetry.hub import Hub
 from seismograd.telemetry.records import Event, RunInfo, Spike
 
@@ -39,8 +40,10 @@ class Run:
         worker: SignalWorker,
         detector: Detector,
         monitor: StepMonitor,
+        faults: Faults,
         prometheus_url: str | None,
     ) -> None:
+        self._faults = faults
         self.info, self.prometheus_url = info, prometheus_url
         self._hub, self._worker, self._detector, self._monitor = hub, worker, detector, monitor
         self._adapter: Adapter | None = None
@@ -118,7 +121,7 @@ class Run:
             logp, rollout_logp, advantage, mask, input_ids, replay, old_logp, staleness, engine, loss_scale
         )
 
-    def clip_grad_norm_(self, max_norm: float, parameters: Sequence[Tensor] | None = None) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, parameters: Tensor | Sequence[Tensor] | None = None) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` to the bit, with the detection before it.
 
         Args:
@@ -145,7 +148,7 @@ class Run:
 
     def degraded(self, message: str) -> None:
         """Say loudly that something is not measured, and why."""
-        log.warning("seismograd: %s", message)
+        warn(message)
         self._hub.event(Event("degraded", message))
 
     def flush(self, timeout: float = 10.0) -> bool:
@@ -160,9 +163,11 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        if self._adapter is not None:
-            self._adapter.detach()
-        self._monitor.finish()
+        with self._faults.fence("close"):
+            if self._adapter is not None:
+                self._adapter.detach()
+        with self._faults.fence("close"):
+            self._monitor.finish()
         self._hub.event(Event("run_end", f"run {self.info.name} ended"))
         if not self._hub.close(timeout):
             log.warning("seismograd: a sink was still busy after %.0f s and was left behind", timeout)

@@ -107,13 +107,13 @@ def _rank() -> int:
     """This process' rank; where torch.distributed has not been started yet, the launcher's word for it."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("RANK") or 0) if _world_size() > 1 else 0
 
 
 def _world_size() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def _run(model: nn.Module, config: Config, plain: bool) -> Run:
@@ -144,7 +144,7 @@ def _run(model: nn.Module, config: Config, plain: bool) -> Run:
     monitor = StepMonitor(model, budget, config.shadow, detector, hub, faults)  # type: ignore[arg-type]
     for event in early:
         hub.event(event)
-    return Run(info, hub, worker, detector, monitor, url)
+    return Run(info, hub, worker, detector, monitor, faults, url)
 
 
 def _folder(config: Config, early: list[Event]) -> Path | None:

@@ -90,7 +90,7 @@ class _Watch:
         worst = int(np.argmax(score))
         label_values = list(self._index)[worst]
         labels = dict(zip(found.labels[0], label_values, strict=True))
-        repeat = self._last_spike is not None and step - self._last_spike <= self.rule.cooldown
+        repeat = self._last_spike is not None and 0 <= step - self._last_spike <= self.rule.cooldown
         self._last_spike = step
         return Spike(
             signal=self.rule.signal,

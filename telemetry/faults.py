@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 from seismograd.telemetry.records import Event
@@ -14,6 +15,12 @@ from seismograd.telemetry.records import Event
 log = logging.getLogger("seismograd")
 
 _GIVE_UP_AFTER = 3
+
+
+def warn(message: str) -> None:
+    """One line on the log. A logging handler of the user's that raises must not stop training by way of ours."""
+    with suppress(Exception):
+        log.warning("seismograd: %s", message)
 
 
 class Faults:
@@ -60,12 +67,14 @@ class Faults:
             last = self._in_a_row[part] == _GIVE_UP_AFTER and consequence is None
         if not (first or last):
             return
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        what = type(error).__name__
+        with suppress(Exception):
+            what = f"{what}: {error}".splitlines()[0]
         message = f"fault in {part}{consequence or ''}, training is not affected: {what}"
         if last:
             message = f"{part} is switched off after {_GIVE_UP_AFTER} faults in a row, training is not affected: {what}"
         trace = "".join(traceback.format_exception(error))
-        log.warning("seismograd: %s", message)
+        warn(message)
         self._report(Event("fault", message, data={"part": part, "traceback": trace}))
 
     def succeed(self, part: str) -> None:

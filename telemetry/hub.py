@@ -165,8 +165,9 @@ class _Gap:
 
     def add(self, item: Row | Event) -> None:
         self.readings += len(item.readings) if isinstance(item, Row) else 1
-        self.first = item.step if self.first < 0 else self.first
-        self.last = item.step
+        if item.step >= 0:  # events outside of steps have none
+            self.first = item.step if self.first < 0 else self.first
+            self.last = item.step
 
     def event(self, sink: str) -> Event:
         message = f"sink {sink} lacks {self.readings} readings of steps {self.first} to {self.last}"

@@ -112,3 +112,11 @@ def test_promql() -> None:
     assert by_signal["phantom_fraction"] == 'seismograd_clip_fraction{cell="phantom"} > 0.05'
     assert by_signal["snr"].startswith("seismograd_snr < 1 and on (job, run) seismograd_clip_fraction")
     assert isinstance({r.signal: r for r in RULES}["nonfinite"].baseline, Above)
+
+
+def test_numbers_that_begin_again_do_not_silence_a_spike() -> None:
+    detector = Detector([rule(GLOBAL)])
+    found = []
+    for step, value in [*((n, 1.0) for n in range(1, 90)), (90, 1e3), *((n, 1.0) for n in range(1, 30)), (30, 1e6)]:
+        found += detector.judge(step, norms({"all": value}))
+    assert [(spike.step, spike.repeat) for spike in found] == [(90, False), (30, False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,48 @@ def test_loop_that_goes_on_after_close_is_a_plain_one(tmp_path: Path) -> None:
     assert loop.train(3) == plain.train(5)
     assert loop.norms == plain.norms
     assert read(tmp_path)["step"] == [1.0, 2.0]
+
+
+def test_one_tensor_is_clipped_as_torch_does(tmp_path: Path) -> None:
+    loop = watched(tmp_path)
+    with loop.run:  # type: ignore[union-attr]
+        weight = loop.model.lm_head.weight
+        weight.grad = torch.full_like(weight, 3.0)
+        norm = loop.run.clip_grad_norm_(1.0, weight)  # type: ignore[union-attr]
+    assert norm > 1
+    assert float(weight.grad.norm()) == pytest.approx(1.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_optimizer_that_is_wrapped_or_unknown(tmp_path: Path, wrapped: bool) -> None:
+    loop = Loop()
+    wrapper: Any = type("Wrapper", (), {"optimizer": loop.optimizer})() if wrapped else object()
+    with watch(model=loop.model, optimizer=wrapper, runs=tmp_path, name="run") as run:
+        loop.run = run
+        loop.train(2)
+    assert len(read(tmp_path)["step"]) == 2
+    assert [e.message for e in events(tmp_path, "degraded") if "no torch.optim.Optimizer" in e.message] == (
+        [] if wrapped else [e.message for e in events(tmp_path, "degraded") if "optimizer=object" in e.message]
+    )
+
+
+def test_log_handler_that_raises_does_not_reach_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raising(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise RuntimeError("handler")
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("planted")
+
+    handler = Raising()
+    logging.getLogger("seismograd").addHandler(handler)
+    try:
+        plain, loop = Loop(), watched(tmp_path)
+        monkeypatch.setattr("seismograd.collectors.monitor.take_norms", broken)
+        with loop.run:  # type: ignore[union-attr]
+            assert loop.train(3) == plain.train(3)
+    finally:
+        logging.getLogger("seismograd").removeHandler(handler)
 
 
 def test_bounds_of_the_loop_s_own_loss(tmp_path: Path) -> None:

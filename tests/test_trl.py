@@ -190,6 +190,37 @@ def test_close_leaves_a_later_replacement_alone(tmp_path: Path) -> None:
     trainer.train()  # through ours, which has become a mere passage
 
 
+class Recorder(TrainerCallback):
+    """Notes the steps that it is told of; may close a run at one of them."""
+
+    def __init__(self, close_at: int = 0) -> None:
+        self.steps: list[int] = []
+        self.close_at, self.run = close_at, None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.append(state.global_step)
+        if state.global_step == self.close_at and self.run is not None:
+            self.run.close()
+
+
+def test_close_from_a_callback_skips_nobody_s_turn(tmp_path: Path) -> None:
+    closer, other = Recorder(close_at=2), Recorder()
+    trainer = tiny.trainer(tmp_path, steps=4, callbacks=[closer])
+    closer.run = watch(trainer, runs=tmp_path / "runs")
+    trainer.add_callback(other)
+    trainer.train()
+    assert other.steps == [1, 2, 3, 4]
+
+
+def test_close_when_our_callback_has_been_taken_out(tmp_path: Path) -> None:
+    trainer = tiny.trainer(tmp_path, steps=1)
+    run = watch(trainer, runs=tmp_path / "runs", name="run")
+    trainer.callback_handler.callbacks.pop()
+    run.close()
+    with RunStore.read(tmp_path / "runs" / "run" / "run.db") as store:
+        assert len(store.events("run_end")) == 1
+
+
 def test_twice_is_once_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = tiny.trainer(tmp_path, steps=1)
     with watch(trainer, runs=tmp_path / "runs") as run:

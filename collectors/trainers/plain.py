@@ -44,7 +44,15 @@ class PlainLoop:
         self._monitor, self._active = monitor, True
         monitor.clips = self._clips
         if self._optimizer is not None:
-            self._handles.append(self._optimizer.register_step_pre_hook(self._before_optimizer))
+            # Wrappers such as Accelerate's keep the optimizer itself inside.
+            inner: Any = getattr(self._optimizer, "optimizer", self._optimizer)
+            if isinstance(inner, Optimizer):
+                self._handles.append(inner.register_step_pre_hook(self._before_optimizer))
+            else:
+                self._run.degraded(
+                    f"optimizer={type(inner).__name__} is no torch.optim.Optimizer: steps that do not call "
+                    "run.clip_grad_norm_() have no gradient norms"
+                )
 
     def detach(self) -> None:
         """The loop may go on with its calls: they do what torch does, and nothing else."""
@@ -108,8 +116,10 @@ class PlainLoop:
                     partial(self._caught, position, loss_scale)
                 )
 
-    def clip_grad_norm_(self, max_norm: float, parameters: Sequence[Tensor] | None = None) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, parameters: Tensor | Sequence[Tensor] | None = None) -> Tensor:
         """See `seismograd.Run.clip_grad_norm_`."""
+        if isinstance(parameters, Tensor):
+            parameters = [parameters]
         chosen = self.parameters if parameters is None else list(parameters)
         return (
             self._monitor.clip(chosen, max_norm) if self._active else torch.nn.utils.clip_grad_norm_(chosen, max_norm)

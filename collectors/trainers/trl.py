@@ -94,17 +94,23 @@ class GRPOAdapter:
             patch.undo()
         self._patches.clear()
         if self._callback is not None:
-            self._trainer.remove_callback(self._callback)
+            # A new list: the trainer may be walking through the old one, if a callback of the user's closes the run.
+            handler = self._trainer.callback_handler
+            handler.callbacks = [callback for callback in handler.callbacks if callback is not self._callback]
             self._callback = None
 
     # -- the trainer's step ---------------------------------------------------------------------------------------
 
     def step_begins(self, step: int) -> None:
-        with self._monitor.guard("adapter"):
+        self._monitor.begin_step(step)
+        with self._monitor.guard("clip_settings") as guard:
             self._monitor.clips = clip_specs(self._trainer)
+        if guard.failed:
+            self._monitor.clips = ()
+            self._lost("clip cells and tokens taken away by the clip", "the trainer's clip settings could not be read")
+        with self._monitor.guard("adapter"):
             scaler = getattr(self._trainer.accelerator, "scaler", None)
             self._monitor.overflow_expected = scaler is not None and scaler.is_enabled()
-            self._monitor.begin_step(step)
 
     def before_optimizer(self) -> None:
         """The weights are about to move. A step whose clip was not seen has its tokens probed and judged here; its
