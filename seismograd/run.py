@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-import weakref
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -48,7 +48,8 @@ class Run:
         self._hub, self._worker, self._detector, self._monitor = hub, worker, detector, monitor
         self._adapter: Adapter | None = None
         self._closed = False
-        self._at_exit = _close_at_exit(self)
+        self._process = os.getpid()
+        atexit.register(self._close_at_exit)
 
     def attach(self, adapter: Adapter) -> None:
         """Begin to listen. Called by `watch`, once."""
@@ -162,7 +163,7 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._close_at_exit)
         with self._faults.fence("close"):
             if self._adapter is not None:
                 self._adapter.detach()
@@ -171,6 +172,11 @@ class Run:
         self._hub.event(Event("run_end", f"run {self.info.name} ended"))
         if not self._hub.close(timeout):
             log.warning("seismograd: a sink was still busy after %.0f s and was left behind", timeout)
+
+    def _close_at_exit(self) -> None:
+        """Not in a forked child, which has none of our threads. Being registered keeps a run alive that nobody holds."""
+        if os.getpid() == self._process:
+            self.close()
 
     def __enter__(self) -> Run:
         return self
@@ -187,16 +193,3 @@ class Run:
                 f"run.{method}() is for plain loops; this run listens to a trainer, which needs no further call"
             )
         return self._adapter
-
-
-def _close_at_exit(run: Run) -> Callable[[], None]:
-    """Closes the run when the process ends, without keeping it alive until then."""
-    reference = weakref.ref(run)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    atexit.register(close)
-    return close

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from seismograd.collectors.budget import PROBES, ProbeBudget, Spacing
 from seismograd.collectors.monitor import StepMonitor
 from seismograd.collectors.signals import SignalWorker
-from seismograd.collectors.trainers import PLAIN_LOOP, is_grpo_trainer, unsupported
+from seismograd.collectors.trainers import PLAIN_LOOP, Adapter, is_grpo_trainer, unsupported
 from seismograd.collectors.trainers.plain import PlainLoop
 from seismograd.config import Config
 from seismograd.run import Run
@@ -81,7 +81,7 @@ def watch(
         # One rank cannot know that a forward of the user's holds no collectives, so it runs none alone.
         settings = config if alone else replace(config, budget=0.0, probes=dict.fromkeys(PROBES, 0))
         run = _run(model, settings, plain=True)
-        run.attach(PlainLoop(model, optimizer, config.clip, run))
+        _attach(run, PlainLoop(model, optimizer, config.clip, run))
         if not alone and _rank() == 0:
             run.degraded(
                 "not measured in a plain loop of several processes: alpha, beta, SNR, clip cells and deployed "
@@ -99,8 +99,17 @@ def watch(
         return already
     run = _run(trainer.model, config, plain=False)
     if _rank() == 0:
-        run.attach(GRPOAdapter(trainer, run, run))
+        _attach(run, GRPOAdapter(trainer, run, run))
     return run
+
+
+def _attach(run: Run, adapter: Adapter) -> None:
+    """Where that fails nothing of the run stays behind."""
+    try:
+        run.attach(adapter)
+    except BaseException:
+        run.close()
+        raise
 
 
 def _rank() -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +266,33 @@ def test_loop_that_goes_on_after_close_is_a_plain_one(tmp_path: Path) -> None:
     assert loop.train(3) == plain.train(5)
     assert loop.norms == plain.norms
     assert read(tmp_path)["step"] == [1.0, 2.0]
+
+
+def test_run_that_nobody_holds_is_closed_at_the_end_of_the_process(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from seismograd import watch
+from tests.tiny import PlainModel
+
+def main():
+    watch(model=PlainModel(), runs={str(tmp_path)!r}, name="run")
+
+main()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+    assert len(events(tmp_path, "run_end")) == 1
+
+
+def test_overflow_of_a_scaled_loss_is_routine(tmp_path: Path) -> None:
+    loop = watched(tmp_path)
+    with loop.run, loop.run.step():  # type: ignore[union-attr]
+        batch = loop.batch()
+        loop.run.tokens(**batch, loss_scale=2.0**15)  # type: ignore[union-attr]
+        (loop.loss(batch) * float("inf")).backward()
+        loop.run.clip_grad_norm_(1.0)  # type: ignore[union-attr]
+    assert events(tmp_path, "spike") == []
+    assert read(tmp_path)['nonfinite_total{where="gradient_overflow"}'][0] > 0
 
 
 def test_one_tensor_is_clipped_as_torch_does(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ class PlainLoop:
         if not self._active:
             return
         with self._monitor.guard("tokens"):
+            self._monitor.overflow_expected = loss_scale is not None
             flat = logp.detach()
             batch = TokenBatch(
                 step=self._steps,
