@@ -174,7 +174,7 @@ class Run:
             log.warning("seismograd: a sink was still busy after %.0f s and was left behind", timeout)
 
     def _close_at_exit(self) -> None:
-        """Not in a forked child, which has none of our threads. Being registered keeps a run alive that nobody holds."""
+        """Not in a forked child, which has none of our threads. Being registered keeps alive a run nobody holds."""
         if os.getpid() == self._process:
             self.close()
 
