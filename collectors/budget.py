@@ -63,5 +63,8 @@ class ProbeBudget:
         self._trained += seconds
 
     def ages(self, step: int) -> dict[str, int]:
-        """Steps since each probe's last run; probes that never ran are left out."""
-        return {probe: step - a.last for probe, a in self._accounts.items() if a.last is not None}
+        """Steps since each probe's last run; probes that never ran are left out.
+
+        0 where the step's number lies before that run's: a loop may count anew.
+        """
+        return {probe: max(0, step - a.last) for probe, a in self._accounts.items() if a.last is not None}

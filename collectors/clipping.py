@@ -83,6 +83,8 @@ def taken_readings(table: TokenTable, taken: dict[str, Flags]) -> list[Reading]:
 
 def actual_log_ratio(table: TokenTable, spec: ClipSpec) -> Floats | None:
     """(N,) the token's log-ratio that the loss limits, or None where its reference is not known."""
+    if spec.level != "token" and not table.sequences_known:
+        return None
     if spec.ratio == "ppo":
         reference = table.rollout_logp if table.old_logp is None else table.old_logp
         return None if reference is None else table.logp - reference

@@ -22,6 +22,8 @@ def device_columns(batch: TokenBatch) -> Iterable[tuple[str, Tensor]]:
             yield key, tensor
     for reason, flags in batch.left_out.items():
         yield f"left_out.{reason}", flags
+    if batch.sequence is not None:
+        yield "sequence", batch.sequence
     if isinstance(batch.staleness, Tensor):
         yield "staleness", batch.staleness
 
@@ -35,5 +37,6 @@ def host_batch(batch: TokenBatch, i: int, host: Mapping[Any, Host]) -> HostBatch
         mask=host[i, "mask"],
         columns={key: host[i, key] for key in FLOAT_COLUMNS if (i, key) in host},
         left_out={reason: host[i, f"left_out.{reason}"] for reason in batch.left_out},
+        sequence=host.get((i, "sequence")),
         staleness=staleness,
     )

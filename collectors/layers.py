@@ -17,11 +17,13 @@ embedding's.
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 _GROUPS = (
     ("norm", re.compile(r"norm|(^|[._])ln(_|\d|\.|$)")),
@@ -80,16 +82,15 @@ class Grouping:
     layer_of: NDArray[np.int64]
 
     @classmethod
-    def of(cls, names: Sequence[str]) -> Grouping:
-        """The grouping of parameters of these names, in their order."""
-        found = places(names)
-        layers = list(dict.fromkeys(place.layer for place in found))
-        pairs = list(dict.fromkeys((place.layer, place.group) for place in found))
+    def of(cls, found: Sequence[Place]) -> Grouping:
+        """The grouping of parameters that lie in these places, in their order."""
+        layers = {layer: i for i, layer in enumerate(dict.fromkeys(place.layer for place in found))}
+        pairs = {place: i for i, place in enumerate(dict.fromkeys(found))}
         return cls(
-            series=((ALL, ALL), *((layer, ALL) for layer in layers), *pairs),
+            series=((ALL, ALL), *((layer, ALL) for layer in layers), *((place.layer, place.group) for place in pairs)),
             layers=tuple(layers),
-            member=np.array([pairs.index((place.layer, place.group)) for place in found], dtype=np.int64),
-            layer_of=np.array([layers.index(place.layer) for place in found], dtype=np.int64),
+            member=np.array([pairs[place] for place in found], dtype=np.int64),
+            layer_of=np.array([layers[place.layer] for place in found], dtype=np.int64),
         )
 
     def norms(self, per_parameter: NDArray[np.float64], total: float) -> NDArray[np.float64]:
@@ -99,6 +100,37 @@ class Grouping:
         layers = np.bincount(self.layer_of, squares, minlength=len(self.layers))
         pairs = np.bincount(self.member, squares, minlength=len(self.series) - 1 - len(self.layers))
         return np.concatenate([[total], np.sqrt(layers), np.sqrt(pairs)])
+
+
+class ModelMap:
+    """Finds the grouping of any set of a model's parameters. Mixtures of experts give another set at every step.
+
+    Args:
+        model: whose parameters are placed; one that it does not have lies in layer "other".
+    """
+
+    _KEPT = 8  # groupings, the last used: a step has one set, or one for each of a few optimizers
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places: dict[int, Place] = {}
+        self._groupings: OrderedDict[tuple[int, ...], Grouping] = OrderedDict()
+
+    def grouping(self, parameters: Sequence[Tensor]) -> Grouping:
+        """The grouping of these parameters, in their order."""
+        key = tuple(map(id, parameters))
+        grouping = self._groupings.get(key)
+        if grouping is None:
+            if any(i not in self._places for i in key):  # the first call, or the trainer has made its model anew
+                named = list(self._model.named_parameters())
+                found = places([name for name, _ in named])
+                self._places = {id(p): place for (_, p), place in zip(named, found, strict=True)}
+            grouping = Grouping.of([self._places.get(i, Place("other", "other")) for i in key])
+            self._groupings[key] = grouping
+            if len(self._groupings) > self._KEPT:
+                self._groupings.popitem(last=False)
+        self._groupings.move_to_end(key)
+        return grouping
 
 
 def _split(name: str) -> tuple[tuple[str, ...], str | None, str]:

@@ -24,7 +24,7 @@ from seismograd.collectors.budget import ProbeBudget
 from seismograd.collectors.columns import device_columns, host_batch
 from seismograd.collectors.gradients import Norms, take_norms
 from seismograd.collectors.guard import Guard
-from seismograd.collectors.layers import Grouping
+from seismograd.collectors.layers import ModelMap
 from seismograd.collectors.payload import Deployed, Gradients, LogPayload, StepPayload
 from seismograd.collectors.ratio import largest_sequence_pull, nonfinite_counts
 from seismograd.collectors.shadow import Precision, shadow_logp
@@ -87,8 +87,7 @@ class StepMonitor:
         self.shadow = shadow
         self._model, self._budget = model, budget
         self._detector, self._hub, self._faults = detector, hub, faults
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self._groupings: dict[tuple[int, ...], Grouping] = {}
+        self._map = ModelMap(model)
         self._step: _Step | None = None
         self._seconds: dict[str, float] = {}
         self._running: list[tuple[str, Stopwatch]] = []  # probes whose time is not booked yet
@@ -107,8 +106,32 @@ class StepMonitor:
         """A step begins; what an unfinished one left is dropped."""
         self._step = _Step(step, time.perf_counter())
 
+    def abandon(self) -> None:
+        """The step in progress will not end: let go of what it held."""
+        self._step = None
+
+    @property
+    def collecting(self) -> bool:
+        """Whether a step is in progress and has not been clipped: the time for `add` and `caught`."""
+        return self._step is not None and not self._step.prepared
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is in progress."""
+        return self._step is not None
+
+    @property
+    def uncaught(self) -> int:
+        """Micro-batches of the step in progress whose dL/dlogp no backward has brought."""
+        return 0 if self._step is None else sum(batch.loss_weight is None for batch in self._step.batches)
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global norm of the step in progress, once it has been read."""
+        return None if self._step is None or self._step.gradients is None else self._step.gradients.total
+
     def add(self, batch: TokenBatch) -> int | None:
-        """Keep a micro-batch until the step ends; returns its position, for `caught`."""
+        """Keep a micro-batch until the step ends; its position, for `caught`, or None where no step collects."""
         if self._step is None or self._step.prepared:
             return None
         self._step.batches.append(batch)
@@ -204,6 +227,7 @@ class StepMonitor:
 
     def finish(self) -> None:
         """Training ends: hand over what waits for a further step's transfer."""
+        self._step = None
         if self._pending:
             with self.guard("handover"):
                 transfer = Transfer()
@@ -300,13 +324,7 @@ class StepMonitor:
         return tuple(Deployed(number, float(host["deployed", number])) for number, _ in pending)
 
     def _gradients(self, norms: Norms, per_parameter: Host, total: float) -> Gradients:
-        key = tuple(map(id, norms.parameters))
-        grouping = self._groupings.get(key)
-        if grouping is None:
-            if any(i not in self._names for i in key):  # the trainer has made its model anew
-                self._names = {id(p): name for name, p in self._model.named_parameters()}
-            grouping = Grouping.of([self._names.get(i, "other") for i in key])
-            self._groupings[key] = grouping
+        grouping = self._map.grouping(norms.parameters)
         wide = per_parameter.astype(np.float64)
         return Gradients(grouping, grouping.norms(wide, total), int((~np.isfinite(wide)).sum()))
 
@@ -336,7 +354,8 @@ class StepMonitor:
             if weight is not None and (ok := step.tokens.trained & np.isfinite(weight)).any():
                 largest = np.array([np.abs(weight[ok]).max()])
                 found["loss_weight"] = Measured([{"stat": "abs_max"}], largest)
-                found["sequence_loss_weight"] = Measured([{}], np.array([largest_sequence_pull(step.tokens)]))
+                if step.tokens.sequences_known:
+                    found["sequence_loss_weight"] = Measured([{}], np.array([largest_sequence_pull(step.tokens)]))
         if nonfinite:
             counts = np.array(list(nonfinite.values()), dtype=np.float64)
             found["nonfinite_total"] = Measured([{"where": where} for where in nonfinite], counts)

@@ -55,9 +55,9 @@ def alpha_beta_readings(table: TokenTable) -> list[Reading]:
             *_by_rarity(table, b, ok),
             *_against_advantage(table, b, ok),
         ]
-    # beta is clamped at 1e-12; a quotient that only the clamp keeps finite is reported as absent.
-    if table.engine and a_mean is not None and b_mean is not None and b_mean > 1e-12:
-        readings.append(Reading("snr", a_mean / b_mean))
+    # Without a gap of precision the quotient has no meaning: NaN, so that no sink goes on showing an earlier one.
+    if table.engine and a_mean is not None and b_mean is not None:
+        readings.append(Reading("snr", a_mean / b_mean if b_mean > 1e-12 else float("nan")))
     return readings
 
 
@@ -75,7 +75,7 @@ def log_ratio_readings(table: TokenTable) -> list[Reading]:
         k3 = float(np.mean(np.expm1(chosen) - chosen))
     return [
         *_stats("log_ratio", chosen),
-        *_stats("sequence_log_ratio", sums[counts > 0]),
+        *(_stats("sequence_log_ratio", sums[counts > 0]) if table.sequences_known else ()),
         Reading("kl", float(-chosen.mean()), {"estimator": "k1"}),
         Reading("kl", k3, {"estimator": "k3"}),
     ]
@@ -89,13 +89,14 @@ def loss_weight_readings(table: TokenTable) -> list[Reading]:
     weight = table.loss_weight[table.trained & np.isfinite(table.loss_weight)]
     if weight.size == 0:
         return readings
-    return [
-        *readings,
+    readings += [
         Reading("loss_weight", float(np.abs(weight).max()), {"stat": "abs_max"}),
         Reading("loss_weight", float(np.sqrt(np.square(weight).sum())), {"stat": "l2"}),
         Reading("loss_weight", float(np.abs(weight).mean()), {"stat": "abs_mean"}),
-        Reading("sequence_loss_weight", largest_sequence_pull(table)),
     ]
+    if table.sequences_known:
+        readings.append(Reading("sequence_loss_weight", largest_sequence_pull(table)))
+    return readings
 
 
 def largest_sequence_pull(table: TokenTable) -> float:

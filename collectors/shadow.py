@@ -28,14 +28,26 @@ def shadow_logp(model: nn.Module, replay: Callable[[], Tensor], precision: Preci
 
     Returns:
         (B, T-1) float32, detached.
+
+    Raises:
+        ValueError: the replay sets a precision of its own, so that the shadow's cannot be had.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    ran_in: list[torch.dtype | None] = []
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_same_rng(device))
         stack.enter_context(_evaluating(model))
         stack.enter_context(_precision(model, device, DTYPES[precision]))
-        return replay().detach().float()
+        stack.enter_context(_watching_autocast(model, device, ran_in))
+        meant = _autocast_dtype(device)
+        logp = replay().detach().float()
+    if any(dtype not in (meant, DTYPES[precision]) for dtype in ran_in):
+        raise ValueError(
+            f"run.tokens(replay=...) sets autocast itself, so that no {precision} forward can be run: leave autocast "
+            "to the shadow, or set shadow= to the precision that the replay sets"
+        )
+    return logp
 
 
 def _precision(model: nn.Module, device: torch.device, dtype: torch.dtype) -> AbstractContextManager[None]:
@@ -49,6 +61,21 @@ def _precision(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Ab
         sizes[p.dtype] += p.numel()
     same = bool(sizes) and sizes.most_common(1)[0][0] == dtype
     return torch.autocast(device.type, dtype=dtype, enabled=not same, cache_enabled=False)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to here, or None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+@contextmanager
+def _watching_autocast(model: nn.Module, device: torch.device, seen: list[torch.dtype | None]) -> Iterator[None]:
+    """Notes the precision in which the model's forward really runs."""
+    handle = model.register_forward_pre_hook(lambda *_: seen.append(_autocast_dtype(device)))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

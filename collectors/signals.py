@@ -78,6 +78,7 @@ class SignalWorker:
         with self._lock:
             return {
                 "detector": self._detector.state_dict(),
+                "usual_proportions": self._usual.state_dict(),
                 "spikes": dict(self._spikes),
                 "nonfinite": dict(self._nonfinite),
                 "zero_steps": self._zero_steps,
@@ -87,6 +88,7 @@ class SignalWorker:
         """Take up where `state_dict` left off."""
         with self._lock:
             self._detector.load_state_dict(state["detector"])
+            self._usual.load_state_dict(state["usual_proportions"])
             self._spikes = Counter({**self._spikes, **state["spikes"]})
             self._nonfinite = Counter({**self._nonfinite, **state["nonfinite"]})
             self._zero_steps = int(state["zero_steps"])
@@ -160,6 +162,14 @@ class _UsualProportions:
     def __init__(self) -> None:
         self._layers: tuple[str, ...] = ()
         self._state = RobustState(Robust(warmup=8), 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"layers": list(self._layers), "state": self._state.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._layers = tuple(state["layers"])
+        self._state = RobustState(self._state.settings, len(self._layers))
+        self._state.load_state_dict(state["state"])
 
     def largest(self, layers: tuple[str, ...], proportions: np.ndarray[Any, np.dtype[np.float64]]) -> float | None:
         """The largest proportion over its own usual value, before learning from it; None while warming up."""

@@ -26,12 +26,14 @@ class HostBatch:
         columns: those of `FLOAT_COLUMNS` that the micro-batch has, (B, T-1) or (B, 1) each.
         left_out: (B, T-1) or (B, 1) by reason, nonzero where the loss leaves a token out.
         staleness: (B,) optimizer steps since the rollout's weights, or None.
+        sequence: (B, T-1) each token's sequence in the micro-batch, -1 where unknown; None where each row is one.
     """
 
     mask: NDArray[np.float32]
     columns: Mapping[str, NDArray[np.float32]]
     left_out: Mapping[str, NDArray[np.float32]]
     staleness: NDArray[np.float32] | None
+    sequence: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class TokenTable:
 
     Args:
         trained: (N,) false for tokens of the completion that are masked out (tool output).
-        sequence: (N,) index of each token's sequence, 0 to S-1.
+        sequence: (N,) index of each token's sequence, 0 to S-1; -1 where unknown.
         sequences: S.
         logp, rollout_logp, old_logp, shadow_logp: (N,) nats.
         loss_weight: (N,) dL/dlogp.
@@ -74,8 +76,6 @@ class TokenTable:
             row, column = np.nonzero(kept)
             rows.append(row)
             columns.append(column)
-        counts = [batch.mask.shape[0] for batch in batches]
-        offsets = np.cumsum([0, *counts])
 
         def gather(arrays: Sequence[NDArray[np.float32] | None]) -> Floats | None:
             if all(array is None for array in arrays):
@@ -100,10 +100,11 @@ class TokenTable:
             flags = gather([batch.left_out.get(reason) for batch in batches])
             assert flags is not None
             left_out[reason] = np.nan_to_num(flags) != 0
+        sequence, sequences = _sequences(batches, rows, columns)
         return cls(
             trained=trained != 0,
-            sequence=np.concatenate([row + offset for row, offset in zip(rows, offsets, strict=False)]),
-            sequences=int(offsets[-1]),
+            sequence=sequence,
+            sequences=sequences,
             logp=logp,
             left_out=left_out,
             staleness=np.full(len(logp), np.nan) if staleness is None else staleness,
@@ -112,6 +113,30 @@ class TokenTable:
         )
 
     def sum_by_sequence(self, values: Floats, chosen: Flags) -> tuple[Floats, NDArray[np.int64]]:
-        """(S,) sums of the chosen tokens' values, and (S,) how many there are."""
+        """(S,) sums of the chosen tokens' values, and (S,) how many there are; tokens of no known sequence left out."""
+        chosen = chosen & (self.sequence >= 0)
         sums: Floats = np.bincount(self.sequence[chosen], values[chosen], minlength=self.sequences).astype(np.float64)
         return sums, np.bincount(self.sequence[chosen], minlength=self.sequences).astype(np.int64)
+
+    @property
+    def sequences_known(self) -> bool:
+        """Whether every token's sequence is known, so that what is summed or averaged by sequence has a meaning."""
+        return bool((self.sequence >= 0).all())
+
+
+def _sequences(
+    batches: Sequence[HostBatch], rows: Sequence[NDArray[np.int64]], columns: Sequence[NDArray[np.int64]]
+) -> tuple[NDArray[np.int64], int]:
+    """Each kept token's sequence, counted through all micro-batches, and how many sequences there are."""
+    found, start = [], 0
+    for batch, row, column in zip(batches, rows, columns, strict=True):
+        if batch.sequence is None:
+            found.append(row + start)
+            start += batch.mask.shape[0]
+        else:
+            own = batch.sequence[row, column].astype(np.int64)
+            names, dense = np.unique(own[own >= 0], return_inverse=True)
+            own[own >= 0] = dense + start
+            found.append(own)
+            start += len(names)
+    return np.concatenate(found), start

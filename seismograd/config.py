@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from seismograd.collectors.budget import PROBES, Spacing
 from seismograd.collectors.shadow import DTYPES
@@ -50,8 +51,8 @@ class Config:
         budget: share of step time that all probes on "auto" may take together.
         probes: by probe ("shadow", "deployed"): "auto" for spacing by the budget, or every k-th step, or 0 for never.
         shadow: the rollout engine's precision, "bf16" or "fp16".
-        clip: how a plain loop's loss limits its ratio: one or several `ClipSpec`, or an eps for both sides. A trainer's
-            is read from its own settings.
+        clip: how a plain loop's loss limits its ratio: one or several `ClipSpec`, an eps for both sides, or (eps_low,
+            eps_high). A trainer's is read from its own settings.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -92,6 +93,7 @@ class Config:
         if self.prometheus is None:
             return None
         host, _, port = str(self.prometheus).rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")  # as IPv6 addresses are written before a port
         return host or "127.0.0.1", int(port)
 
     def as_json(self) -> dict[str, Any]:
@@ -116,16 +118,25 @@ def _refuse(setting: str, value: object, fix: str) -> ConfigError:
 
 
 def _runs(c: Config) -> None:
-    if not isinstance(c.runs, (str, os.PathLike)) or not str(c.runs):
+    if not isinstance(c.runs, str) or not c.runs or "\0" in c.runs:
         raise _refuse("runs", c.runs, "give the path of a folder")
 
 
 def _name(c: Config) -> None:
-    if c.name is not None and (not c.name or c.name in (".", "..") or any(sep in c.name for sep in ("/", "\\", "\0"))):
-        raise _refuse("name", c.name, "it names a folder, so it has no slashes and is not empty")
+    if c.name is None:
+        return
+    if (
+        not isinstance(c.name, str)
+        or c.name in ("", ".", "..")
+        or any(sep in c.name for sep in ("/", "\\", "\0"))
+        or len(c.name.encode()) > 200  # file systems take 255, and a number may be added
+    ):
+        raise _refuse("name", c.name, "it names a folder: text without slashes, not empty, of at most 200 bytes")
 
 
 def _sinks(c: Config) -> None:
+    if not isinstance(c.sinks, tuple):
+        raise _refuse("sinks", c.sinks, f"known names are {', '.join(SINK_NAMES)}; or pass sink objects")
     for sink in c.sinks:
         if isinstance(sink, str) and sink not in SINK_NAMES:
             raise _refuse("sinks", sink, f"known names are {', '.join(SINK_NAMES)}; or pass a sink object")
@@ -137,29 +148,38 @@ def _prometheus(c: Config) -> None:
     if c.prometheus is None:
         return
     port = str(c.prometheus).rpartition(":")[2]
-    if isinstance(c.prometheus, bool) or not port.isdigit() or int(port) > 65535:
+    whole = isinstance(c.prometheus, (int, str)) and not isinstance(c.prometheus, bool)
+    if not whole or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise _refuse("prometheus", c.prometheus, 'give a port from 0 to 65535, or "ADDRESS:PORT"')
 
 
 def _budget(c: Config) -> None:
-    if not (isinstance(c.budget, (int, float)) and 0 <= c.budget <= 1):
+    if not (isinstance(c.budget, (int, float)) and not isinstance(c.budget, bool) and 0 <= c.budget <= 1):
         raise _refuse("budget", c.budget, "give a share of step time from 0 to 1, e.g. 0.01 for 1%")
 
 
 def _probes(c: Config) -> None:
+    if not isinstance(c.probes, Mapping):
+        raise _refuse("probes", c.probes, 'give a mapping such as {"shadow": 10}')
     for probe, spacing in c.probes.items():
         if probe not in PROBES:
             raise _refuse(f"probes.{probe}", spacing, f"known probes are {', '.join(PROBES)}")
         if spacing != "auto" and not (isinstance(spacing, int) and not isinstance(spacing, bool) and spacing >= 0):
             raise _refuse(f"probes.{probe}", spacing, '"auto", or a number of steps, or 0 for never')
+    shadow, deployed = (c.probes.get(probe, "auto") for probe in ("shadow", "deployed"))
+    if isinstance(deployed, int) and deployed and isinstance(shadow, int) and (not shadow or deployed % shadow):
+        fix = f"it starts from a shadow probe of the same step, so give a multiple of probes.shadow={shadow}"
+        raise _refuse("probes.deployed", deployed, "set probes.shadow too, which it starts from" if not shadow else fix)
 
 
 def _shadow(c: Config) -> None:
-    if c.shadow not in DTYPES:
+    if not isinstance(c.shadow, str) or c.shadow not in DTYPES:
         raise _refuse("shadow", c.shadow, f"known precisions are {', '.join(DTYPES)}")
 
 
 def _clip(c: Config) -> None:
+    if not c.clip:
+        raise _refuse("clip", c.clip, "give a ClipSpec, a tuple of them, one eps such as 0.2, or (eps_low, eps_high)")
     for spec in c.clip:
         if not isinstance(spec, ClipSpec):
             raise _refuse("clip", spec, "give a ClipSpec, a tuple of them, or one eps such as 0.2")
@@ -168,16 +188,22 @@ def _clip(c: Config) -> None:
 def _normal(name: str, value: Any) -> Any:
     """The friendlier forms in which `watch` takes a setting."""
     if name == "runs":
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
+        return os.path.expanduser(value) if isinstance(value, (str, os.PathLike)) else value
     if name == "sinks":
-        return (value,) if isinstance(value, (str, Sink)) else tuple(value)
-    if name == "clip":
-        if isinstance(value, ClipSpec):
+        if isinstance(value, (str, Sink)):
             return (value,)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return tuple(value) if isinstance(value, Sequence) else value
+    if name == "clip":
+        if _is_number(value):
             return _clip_from(value, value)
-        return tuple(value) if isinstance(value, Sequence) else (value,)
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            return _clip_from(*value) if len(value) == 2 and all(map(_is_number, value)) else tuple(value)
+        return (value,)
     return value
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _clip_from(low: float, high: float) -> tuple[ClipSpec, ...]:
@@ -214,7 +240,7 @@ def _parse_clip(text: str) -> tuple[ClipSpec, ...]:
 
 
 _PARSERS: Mapping[str, Callable[[str], Any]] = {
-    "runs": str,
+    "runs": os.path.expanduser,
     "name": lambda text: text or None,
     "sinks": lambda text: tuple(part.strip() for part in text.split(",") if part.strip() not in ("", "none")),
     "prometheus": lambda text: text or None,

@@ -18,7 +18,7 @@ from seismograd.collectors.signals import SignalWorker
 from seismograd.collectors.trainers import Adapter
 from seismograd.collectors.trainers.plain import PlainLoop
 from seismograd.telemetry.detector import Detector
-from seismograd.telemetry.faults import Faults, warn
+from seismograd.telemetry.faults import Faults, announce, warn
 from seismograd.telemetry.hub import Hub
 from seismograd.telemetry.records import Event, RunInfo, Spike
 
@@ -56,6 +56,8 @@ class Run:
         self._adapter = adapter
         where = self.info.folder or "nowhere (see the warning above)"
         self._hub.event(Event("run_start", f"run {self.info.name} is written to {where}", data=dict(self.info.config)))
+        metrics = "" if self.prometheus_url is None else f", metrics at {self.prometheus_url}"
+        announce(f"run {self.info.name} is written to {where}{metrics}")
         adapter.attach(self._monitor, self._hub)
 
     # -- where it is ----------------------------------------------------------------------------------------------
@@ -99,6 +101,7 @@ class Run:
         input_ids: Tensor | None = None,
         replay: Callable[[], Tensor] | None = None,
         old_logp: Tensor | None = None,
+        sequence: Tensor | None = None,
         staleness: Tensor | int | None = None,
         engine: bool = True,
         loss_scale: Tensor | float | None = None,
@@ -114,12 +117,23 @@ class Run:
             input_ids: (B, T) int64.
             replay: runs the same forward again and returns logp; needed for alpha, beta and all that follows from them.
             old_logp: the PPO ratio's reference, where that is not `rollout_logp`.
+            sequence: the shape of `logp`, int64: which sequence each token belongs to, for packed tokens.
             staleness: optimizer steps between the rollout's weights and this step's, (B,) or one int.
             engine: False where `rollout_logp` was recomputed in the training precision.
             loss_scale: what the loss is multiplied by before its backward (``scaler.get_scale()``).
         """
         self._loop("tokens").tokens(
-            logp, rollout_logp, advantage, mask, input_ids, replay, old_logp, staleness, engine, loss_scale
+            logp,
+            loss_scale,
+            rollout_logp=rollout_logp,
+            advantage=advantage,
+            mask=mask,
+            input_ids=input_ids,
+            replay=replay,
+            old_logp=old_logp,
+            sequence=sequence,
+            staleness=staleness,
+            engine=engine,
         )
 
     def clip_grad_norm_(self, max_norm: float, parameters: Tensor | Sequence[Tensor] | None = None) -> Tensor:

@@ -47,7 +47,7 @@ def watch(
     budget: float | None = None,
     probes: Mapping[str, Spacing] | None = None,
     shadow: str | None = None,
-    clip: ClipSpec | Sequence[ClipSpec] | float | None = None,
+    clip: ClipSpec | Sequence[ClipSpec] | tuple[float, float] | float | None = None,
 ) -> Run:
     """Watch a run from now on.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import traceback
 from collections import Counter
@@ -23,8 +24,15 @@ def warn(message: str) -> None:
         log.warning("seismograd: %s", message)
 
 
+def announce(message: str) -> None:
+    """One line for the console, on stderr: what is no warning, but what whoever starts a run wants to know."""
+    with suppress(Exception):
+        print(f"seismograd: {message}", file=sys.stderr, flush=True)
+
+
 class Faults:
-    """Counts faults by part. A part that has failed three times in a row is switched off; the others go on.
+    """Counts faults by part. A part that asks whether it is `working` is switched off after three faults in a row; the
+    others go on.
 
     Safe to use from several threads.
 
@@ -37,6 +45,7 @@ class Faults:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
+        self._switched: set[str] = set()  # parts that ask whether they still work
 
     def fence(self, part: str) -> Fence:
         """``with faults.fence("norms") as fence:`` swallows any Exception in the block; `fence.failed` says whether."""
@@ -44,7 +53,8 @@ class Faults:
         return Fence(self, part)
 
     def working(self, part: str) -> bool:
-        """False once the part has been switched off."""
+        """False once the part has been switched off. Only a part that asks is."""
+        self._switched.add(part)
         return self._in_a_row[part] < _GIVE_UP_AFTER
 
     def counts(self) -> dict[str, int]:
@@ -64,7 +74,7 @@ class Faults:
             self._counts[part] += 1
             self._in_a_row[part] += 1
             first = self._counts[part] == 1
-            last = self._in_a_row[part] == _GIVE_UP_AFTER and consequence is None
+            last = self._in_a_row[part] == _GIVE_UP_AFTER and consequence is None and part in self._switched
         if not (first or last):
             return
         what = type(error).__name__

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from seismograd.telemetry.faults import Faults
+from seismograd.telemetry.faults import Faults, warn
 from seismograd.telemetry.records import Event, Row, RunInfo
 from seismograd.telemetry.sinks import Sink
 
@@ -47,8 +47,8 @@ class _Stop:
 class _Lane(ABC):
     """A bounded queue and the daemon thread that works it off."""
 
-    def __init__(self, name: str, capacity: int) -> None:
-        self.name = name
+    def __init__(self, name: str, part: str, faults: Faults, capacity: int) -> None:
+        self.name, self._part, self._faults = name, part, faults
         self.seconds = 0.0
         """Thread CPU seconds used so far; written by the lane's own thread only."""
         self._queue: queue.Queue[Any] = queue.Queue(capacity)
@@ -84,7 +84,12 @@ class _Lane(ABC):
             item = self._queue.get()
             if isinstance(item, _Stop):
                 return
-            self.handle(item)
+            try:
+                self.handle(item)
+            except BaseException as e:  # nobody waits above this thread whom a SystemExit could be meant for
+                self._faults.count(self._part, e)
+            if isinstance(item, _Flush):
+                item.done.set()
             self.seconds = time.thread_time()
 
 
@@ -92,12 +97,18 @@ class _SinkLane(_Lane):
     """One sink on its own thread: opened, written, retried, muted, closed."""
 
     def __init__(self, sink: Sink, run: RunInfo, faults: Faults, capacity: int) -> None:
-        self._sink, self._info, self._faults = sink, run, faults
+        self._sink, self._info = sink, run
         self._opened = self._closed = False
         self._muted_until = 0.0
+        self._lock = threading.Lock()  # of the two below, which the thread that offers changes as well
         self._gap = _Gap()
-        self.dropped = 0
-        super().__init__(sink.name, capacity)
+        self._dropped = 0
+        super().__init__(sink.name, f"sink:{sink.name}", faults, capacity)
+
+    @property
+    def dropped(self) -> int:
+        """Readings that the sink has missed so far."""
+        return self._dropped
 
     def offer(self, item: Row | Event) -> None:
         if not self.put(item):
@@ -106,49 +117,65 @@ class _SinkLane(_Lane):
     def handle(self, item: Any) -> None:
         if isinstance(item, _Close):
             self._close()
-            item.done.set()
-        elif isinstance(item, _Flush):
-            item.done.set()
-        elif self._closed:
-            return  # a fault of another sink's close; it has been logged
+        elif isinstance(item, _Flush) or self._closed:
+            return  # what comes after the close is a fault of another sink's close; it has been logged
         elif time.monotonic() < self._muted_until or not self._deliver(item):
             self._drop(item)
 
     def _deliver(self, item: Row | Event) -> bool:
-        error: Exception | None = None
+        error: BaseException | None = None
         for pause in (0.0, *_RETRIES):
             if pause:
                 time.sleep(pause)
             try:
                 self._write(item)
-            except Exception as e:
+            except BaseException as e:
                 error = e
                 continue
             return True
         assert error is not None
         self._muted_until = time.monotonic() + _MUTED_SECONDS
         muted = f", which is muted for {_MUTED_SECONDS:.0f} s after three failed writes"
-        self._faults.count(f"sink:{self.name}", error, muted)
+        self._faults.count(self._part, error, muted)
         return False
 
     def _write(self, item: Row | Event) -> None:
+        self._open()
+        self._write_gap()
+        self._sink.event(item) if isinstance(item, Event) else self._sink.write(item)
+
+    def _open(self) -> None:
         if not self._opened:
             self._sink.open(self._info)
             self._opened = True
-        if self._gap.readings:
-            self._sink.event(self._gap.event(self.name))
-            self._gap = _Gap()  # only once it is written
-        self._sink.event(item) if isinstance(item, Event) else self._sink.write(item)
+
+    def _write_gap(self) -> None:
+        """Record what the sink lacks; it is given back to the next try where that fails."""
+        with self._lock:
+            gap, self._gap = self._gap, _Gap()
+        if gap.readings:
+            try:
+                self._sink.event(gap.event(self.name))
+            except BaseException:
+                with self._lock:
+                    self._gap = gap.followed_by(self._gap)
+                raise
 
     def _drop(self, item: Row | Event) -> None:
-        self._gap.add(item)
-        self.dropped += len(item.readings) if isinstance(item, Row) else 1
+        with self._lock:
+            self._gap.add(item)
+            self._dropped += len(item.readings) if isinstance(item, Row) else 1
 
     def _close(self) -> None:
         self._closed = True
-        with self._faults.fence(f"sink:{self.name}"):
-            if self._opened:
-                self._sink.close()
+        try:
+            if self._gap.readings:  # muted or behind until now: one more try, so that the gap stands in the record
+                self._open()
+                self._write_gap()
+        except BaseException:
+            warn(self._gap.event(self.name).message)
+        if self._opened:
+            self._sink.close()
 
 
 class _Close(_Flush):
@@ -166,8 +193,13 @@ class _Gap:
     def add(self, item: Row | Event) -> None:
         self.readings += len(item.readings) if isinstance(item, Row) else 1
         if item.step >= 0:  # events outside of steps have none
-            self.first = item.step if self.first < 0 else self.first
-            self.last = item.step
+            self.first = item.step if self.first < 0 else min(self.first, item.step)
+            self.last = max(self.last, item.step)
+
+    def followed_by(self, later: _Gap) -> _Gap:
+        """One gap of two."""
+        steps = [step for step in (self.first, self.last, later.first, later.last) if step >= 0]
+        return _Gap(self.readings + later.readings, min(steps, default=-1), max(steps, default=-1))
 
     def event(self, sink: str) -> Event:
         message = f"sink {sink} lacks {self.readings} readings of steps {self.first} to {self.last}"
@@ -197,10 +229,10 @@ class Hub(_Lane):
         capacity: int = 16,
         sink_capacity: int = 1024,
     ) -> None:
-        self._process, self._faults = process, faults
+        self._process = process
         self._lanes = [_SinkLane(sink, run, faults, sink_capacity) for sink in sinks]
         self._dropped = 0
-        super().__init__("worker", capacity)
+        super().__init__("worker", "worker", faults, capacity)
 
     def put(self, item: Payload | Any) -> bool:
         """Hand over one step's payload from the training thread.
@@ -256,8 +288,8 @@ class Hub(_Lane):
 
     def handle(self, item: Any) -> None:
         if isinstance(item, _Flush):
-            item.done.set()
-        elif isinstance(item, Event):
+            return
+        if isinstance(item, Event):
             self._event(item)
         elif self._faults.working("worker"):
             with self._faults.fence("worker"):

@@ -117,6 +117,8 @@ class TokenBatch:
         entropy: (B, T-1) float nats, or None.
         left_out: (B, T-1) bool by reason: tokens of the completion that the loss does not train ("tool", ...).
         source: (B,) int64 data source, or None.
+        sequence: (B, T-1) int64, for packed rows: which sequence of the micro-batch each token belongs to, -1 where
+            unknown; None where each row is one sequence.
         staleness: optimizer steps between the rollout's weights and this step's, (B,) int64 or one int for all, or
             None.
         engine: whether `rollout_logp` comes from a rollout engine; False where the trainer recomputed it itself, so
@@ -138,6 +140,7 @@ class TokenBatch:
     entropy: Tensor | None = None
     left_out: Mapping[str, Tensor] = field(default_factory=dict)
     source: Tensor | None = None
+    sequence: Tensor | None = None
     staleness: Tensor | int | None = None
     engine: bool = True
     replay: Callable[[], Tensor] | None = None

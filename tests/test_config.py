@@ -56,6 +56,11 @@ def test_friendly_forms() -> None:
     config = Config.resolve({"runs": Path("x"), "sinks": "wandb", "clip": 0.3, "prometheus": 0}, {})
     assert (config.runs, config.sinks, config.clip) == ("x", ("wandb",), (ClipSpec(eps_low=0.3, eps_high=0.3),))
     assert config.address == ("127.0.0.1", 0)
+    assert Config.resolve({"clip": (0.2, 0.28)}, {}).clip == (ClipSpec(eps_low=0.2, eps_high=0.28),)
+    assert Config.resolve({"runs": "~/runs"}, {}).runs == str(Path.home() / "runs")
+    assert Config.resolve({}, {"SEISMOGRAD_RUNS": "~/runs"}).runs == str(Path.home() / "runs")
+    assert Config.resolve({"prometheus": "[::1]:9464"}, {}).address == ("::1", 9464)
+    assert Config.resolve({"probes": {"shadow": 2, "deployed": 4}}, {}).probes["deployed"] == 4
     assert Config.resolve({}, {"SEISMOGRAD_SINKS": "none", "SEISMOGRAD_PROMETHEUS": ""}).sinks == ()
 
 
@@ -63,7 +68,20 @@ def test_friendly_forms() -> None:
     ("given", "named"),
     [
         ({"runs": ""}, "runs="),
+        ({"runs": "a\0b"}, "runs="),
         ({"name": "a/b"}, "name="),
+        ({"name": 3}, "name="),
+        ({"name": "n" * 300}, "name="),
+        ({"sinks": 5}, "sinks="),
+        ({"prometheus": "\u00b2"}, "prometheus="),
+        ({"prometheus": 9464.0}, "prometheus="),
+        ({"budget": True}, "budget="),
+        ({"probes": "shadow"}, "probes="),
+        ({"probes": {"shadow": 0, "deployed": 1}}, "probes.deployed=1"),
+        ({"probes": {"shadow": 2, "deployed": 3}}, "probes.deployed=3"),
+        ({"shadow": ["bf16"]}, "shadow="),
+        ({"clip": ()}, "clip="),
+        ({"clip": (0.2, "x")}, "clip="),
         ({"name": ".."}, "name="),
         ({"sinks": ["graphite"]}, "sinks="),
         ({"sinks": [object()]}, "sinks="),
@@ -76,7 +94,7 @@ def test_friendly_forms() -> None:
         ({"probes": {"shadow": -1}}, "probes.shadow="),
         ({"probes": {"shadow": "often"}}, "probes.shadow="),
         ({"shadow": "int8"}, "shadow="),
-        ({"clip": "0.2"}, "clip="),
+        ({"clip": "0.2"}, "clip='0.2'"),
         ({"clip": -0.2}, "clip="),
     ],
 )

@@ -195,6 +195,69 @@ def test_worker_that_keeps_failing_is_switched_off() -> None:
     assert "switched off" in messages[-1]
 
 
+@pytest.mark.parametrize("recovers", [True, False])
+def test_sink_that_is_muted_at_the_end_gets_its_gap_or_it_is_said(
+    caplog: pytest.LogCaptureFixture, recovers: bool
+) -> None:
+    broken = [True]
+    sink = Memory("shaky", lambda what: _raise() if what in ("open", "event") and broken[0] else None)
+    hub = made(sink)
+    for step in (4, 5):
+        hub.put(Step(step))
+    assert hub.flush()
+    broken[0] = not recovers
+    assert hub.close()
+    lacks = "sink shaky lacks 5 readings of steps 4 to 5"  # four, and the event of the fault
+    assert [event.message for event in sink.events if event.kind == "gap"] == [lacks] * recovers
+    assert any(lacks in record.getMessage() for record in caplog.records) is not recovers
+
+
+@pytest.mark.parametrize("where", ["open", "write", "event", "close"])
+def test_sink_that_wants_to_exit_ends_nothing(where: str) -> None:
+    def leave(what: str) -> None:
+        if what == where:
+            raise SystemExit(1)
+
+    sink, fine = Memory("leaving", leave), Memory("fine")
+    hub = made(sink, fine)
+    hub.put(Step(0))
+    hub.event(Event("note", "x"))
+    assert hub.close()
+    assert [row.step for row in fine.rows] == [0]
+    assert hub._faults.counts()["sink:leaving"] >= 1
+
+
+def test_worker_that_wants_to_exit_goes_on() -> None:
+    def leaving(payload: Any) -> tuple[list[Row], list[Event]]:
+        if payload.step == 0:
+            raise SystemExit(1)
+        return process(payload)
+
+    sink = Memory()
+    hub: Hub
+    hub = Hub(leaving, [sink], RunInfo("run", None, {}), Faults(lambda event: hub.event(event)))
+    hub.put(Step(0))
+    hub.put(Step(1))
+    assert hub.close()
+    assert [row.step for row in sink.rows] == [1]
+
+
+def test_dropping_from_two_threads_counts_every_reading() -> None:
+    """The thread that offers and the lane itself both drop; each reading is in the gap once."""
+    broken = [True]
+    sink = Memory("shaky", lambda what: _raise() if what != "close" and broken[0] else None)
+    hub = made(sink, sink_capacity=2)
+    for step in range(400):
+        while not hub.put(Step(step)):
+            time.sleep(0.001)
+    assert hub.flush()
+    broken[0] = False
+    assert hub.close()
+    gap = sink.events[-1]
+    assert gap.data["readings"] == hub._lanes[0].dropped >= 800
+    assert (gap.data["first"], gap.data["last"]) == (0, 399)
+
+
 def _raise() -> None:
     raise OSError(28, "No space left on device")
 

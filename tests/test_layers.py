@@ -86,7 +86,7 @@ def test_norms_of_groups_add_up() -> None:
     grads = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     per_parameter = np.array([float(grads[name].norm()) for name in names])
     total = float(torch.cat([g.flatten() for g in grads.values()]).norm())
-    grouping = Grouping.of(names)
+    grouping = Grouping.of(places(names))
     found = dict(zip(grouping.series, grouping.norms(per_parameter, total), strict=True))
     assert found["all", "all"] == total
     mine = torch.cat([g.flatten() for name, g in grads.items() if ".layers.1." in name])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from torch import nn
+
 from seismograd.collectors.monitor import StepMonitor
 from seismograd.telemetry.hub import Hub
 
@@ -45,6 +47,8 @@ def is_grpo_trainer(trainer: object) -> bool:
 
 def unsupported(trainer: Any) -> UnsupportedTrainer:
     """The error for a trainer that no adapter knows: what is supported, and the way that always works."""
+    if isinstance(trainer, nn.Module):
+        return UnsupportedTrainer(f"watch() was given a model, not a trainer. Did you mean {PLAIN_LOOP}?")
     return UnsupportedTrainer(
         f"watch() does not know {type(trainer).__module__}.{type(trainer).__qualname__}. Supported: trl.GRPOTrainer "
         f"and its subclasses. Any other loop: {PLAIN_LOOP}."

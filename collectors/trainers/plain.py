@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import operator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 
 from seismograd.collectors.monitor import StepMonitor
 from seismograd.collectors.trainers import RunState
+from seismograd.collectors.trainers.plain_batch import token_batch
 from seismograd.telemetry.hub import Hub
-from seismograd.telemetry.records import ClipSpec, TokenBatch
+from seismograd.telemetry.records import ClipSpec
 
 
 class PlainLoop:
@@ -30,10 +33,13 @@ class PlainLoop:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, clips: Sequence[ClipSpec], run: RunState) -> None:
         self._model, self._optimizer, self._clips, self._run = model, optimizer, tuple(clips), run
-        self._said_replay = False
+        self._said: set[str] = set()
         self._handles: list[RemovableHandle] = []
         self._steps = 0
+        self._micro_batch = 0
         self._active = False
+        self._clipped: set[int] = set()  # ids of the parameters that this step has clipped
+        self._unclipped = _Repeats()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -67,51 +73,53 @@ class PlainLoop:
         if not self._active:
             yield
             return
-        self._steps = self._steps + 1 if number is None else number
         with self._monitor.guard("adapter"):
+            self._steps = self._steps + 1 if number is None else operator.index(number)
+            self._micro_batch = 0
+            self._clipped.clear()
             self._monitor.begin_step(self._steps)
-        yield
+        try:
+            yield
+        except BaseException:
+            self._monitor.abandon()
+            raise
+        with self._monitor.guard("adapter"):
+            if self._monitor.uncaught:
+                self._say(
+                    "backward",
+                    "not measured where no backward followed run.tokens(): loss_weight and what follows from it. Call "
+                    "it between a micro-batch's forward and its backward, with the log-probs that the loss uses",
+                )
         self._monitor.end_step()
 
-    def tokens(
-        self,
-        logp: Tensor,
-        rollout_logp: Tensor | None,
-        advantage: Tensor | None,
-        mask: Tensor | None,
-        input_ids: Tensor | None,
-        replay: Callable[[], Tensor] | None,
-        old_logp: Tensor | None,
-        staleness: Tensor | int | None,
-        engine: bool,
-        loss_scale: Tensor | float | None,
-    ) -> None:
+    def tokens(self, logp: Tensor, loss_scale: Tensor | float | None, **given: Any) -> None:
         """See `seismograd.Run.tokens`."""
         if not self._active:
             return
         with self._monitor.guard("tokens"):
-            self._monitor.overflow_expected = loss_scale is not None
-            flat = logp.detach()
-            batch = TokenBatch(
-                step=self._steps,
-                micro_batch=0,
-                rank=0,
-                mask=_shaped("mask", torch.ones_like(flat) if mask is None else mask, flat).bool(),
-                logp=flat if flat.dim() > 1 else flat.unsqueeze(0),
-                input_ids=input_ids,
-                rollout_logp=_shaped("rollout_logp", rollout_logp, flat),
-                old_logp=_shaped("old_logp", old_logp, flat),
-                advantage=_advantage(advantage, flat),
-                staleness=staleness,
-                engine=engine,
-                replay=None if replay is None else partial(_replayed, replay, flat.dim()),
-            )
-            if replay is None and not self._said_replay:
-                self._said_replay = True
-                self._run.degraded(
-                    "not measured without run.tokens(replay=...): alpha, beta, SNR, clip cells and deployed improvement"
+            if not self._monitor.collecting:
+                self._say(
+                    "tokens",
+                    "run.tokens() was called outside of `with run.step():`, or after the step's clip: these tokens are "
+                    "not recorded",
                 )
+                return
+            self._monitor.overflow_expected = loss_scale is not None
+            if given["replay"] is None:
+                self._say(
+                    "replay",
+                    "not measured without run.tokens(replay=...): alpha, beta, SNR, clip cells and deployed "
+                    "improvement",
+                )
+            if logp.dim() == 1 and given["sequence"] is None:
+                self._say(
+                    "sequence",
+                    "not measured for packed tokens without run.tokens(sequence=...): what is summed or averaged by "
+                    "sequence",
+                )
+            batch = token_batch(self._steps, self._micro_batch, logp, **given)
             position = self._monitor.add(batch)
+            self._micro_batch += 1
             if position is not None and logp.requires_grad:
                 logp.register_hook(  # type: ignore[no-untyped-call]
                     partial(self._caught, position, loss_scale)
@@ -122,12 +130,31 @@ class PlainLoop:
         if isinstance(parameters, Tensor):
             parameters = [parameters]
         chosen = self.parameters if parameters is None else list(parameters)
-        return (
-            self._monitor.clip(chosen, max_norm) if self._active else torch.nn.utils.clip_grad_norm_(chosen, max_norm)
-        )
+        if not (self._active and self._watches(chosen)):
+            return torch.nn.utils.clip_grad_norm_(chosen, max_norm)
+        return self._monitor.clip(chosen, max_norm)
 
     def finish(self) -> None:
         self._monitor.finish()
+
+    def _watches(self, chosen: Sequence[Tensor]) -> bool:
+        """Whether these are the parameters that the run watches; says so where they are not."""
+        with self._monitor.guard("adapter"):
+            if not self._monitor.in_step:
+                self._say("outside", "run.clip_grad_norm_() was called outside of `with run.step():`: not recorded")
+                return False
+            ids = set(map(id, chosen))
+            if not ids.intersection(map(id, self._model.parameters())):
+                self._say("foreign", "run.clip_grad_norm_() was given parameters of another model: not recorded")
+                return False
+            if self._clipped and not ids <= self._clipped:
+                self._say(
+                    "parts",
+                    "parameters are clipped in several parts: gradient norms and their spikes are those of the part "
+                    "that a step clips first",
+                )
+            self._clipped |= ids
+        return True
 
     def _caught(self, position: int, scale: Tensor | float | None, gradient: Tensor) -> None:
         with self._monitor.guard("tokens"):
@@ -135,28 +162,36 @@ class PlainLoop:
             self._monitor.caught(position, weight if weight.dim() > 1 else weight.unsqueeze(0))
 
     def _before_optimizer(self, *_: Any) -> None:
+        if not self._monitor.in_step:
+            with self._monitor.guard("adapter"):
+                self._say("step", "optimizer.step() was called outside of `with run.step():`: not recorded")
+            return
         self._monitor.before_optimizer(self.parameters)
+        with self._monitor.guard("adapter"):
+            if not self._clipped and self._unclipped.seen(self._monitor.grad_norm):
+                self._say(
+                    "clipped",
+                    f"the gradient norm is {self._monitor.grad_norm:.4g} step after step: the loop seems to clip "
+                    "before it is read. Clip with run.clip_grad_norm_(max_norm), which is torch's to the bit",
+                )
+
+    def _say(self, what: str, message: str) -> None:
+        """Say once, loudly, what is not measured and why."""
+        if what not in self._said:
+            self._said.add(what)
+            self._run.degraded(f"{message}. Training is not affected.")
 
 
-def _shaped(name: str, x: Any, logp: Tensor) -> Any:
-    """x checked against logp, (B, T-1) or packed (N,), and given a row where logp is packed."""
-    if x is None:
-        return None
-    if x.shape != logp.shape:
-        raise ValueError(
-            f"run.tokens({name}=...) has shape {tuple(x.shape)}, logp has {tuple(logp.shape)}: "
-            "give one value a predicted token"
-        )
-    return x.detach() if x.dim() > 1 else x.detach().unsqueeze(0)
+class _Repeats:
+    """Notices the same norm time after time, which no gradient has that nobody has clipped."""
 
+    def __init__(self) -> None:
+        self._last, self._times = math.nan, 0
 
-def _advantage(x: Tensor | None, logp: Tensor) -> Tensor | None:
-    if x is not None and logp.dim() > 1 and x.shape in ((logp.shape[0],), (logp.shape[0], 1)):
-        return x.detach().reshape(-1, 1)
-    shaped: Tensor | None = _shaped("advantage", x, logp)
-    return shaped
-
-
-def _replayed(replay: Callable[[], Tensor], dim: int) -> Tensor:
-    logp = replay()
-    return logp if dim > 1 else logp.unsqueeze(0)
+    def seen(self, norm: float | None) -> bool:
+        """Whether `norm` has come eight times in a row, to 5 digits. Torch's clip divides by norm + 1e-6."""
+        if norm is None:
+            return False
+        alike = norm > 0 and math.isclose(norm, self._last, rel_tol=1e-5)
+        self._last, self._times = norm, self._times + 1 if alike else 1
+        return self._times >= 8

@@ -1,18 +1,20 @@
 """TRL's GRPOTrainer (1.16; anything whose forward returns ``.log_probs``).
 
-Three places are listened to, all of them public:
+These places are listened to, all of them public:
 
 * ``trainer.compute_loss`` is wrapped: it shows the loss's inputs, and for its duration a forward hook on the model that
   it is given sees the per-token log-probs. A tensor hook on those catches dL/dlogp in the trainer's own backward.
 * ``accelerator.clip_grad_norm_`` is replaced: HF calls it once a step, also (with an infinite bound) where
   max_grad_norm is 0, and it is the last place where the gradients are whole. The replacement does the same operations
   on the same values.
-* a callback marks the steps and passes on what the trainer logs.
+* a callback marks the steps and passes on what the trainer logs; ``trainer.train`` tells it where it resumes from.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,14 +24,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from seismograd.collectors.monitor import StepMonitor
+from seismograd.collectors.shadow import DTYPES
 from seismograd.collectors.trainers import RunState
 from seismograd.collectors.trainers.patching import Patch
 from seismograd.collectors.trainers.trl_loss import clip_specs, loss_masks
 from seismograd.telemetry.hub import Hub
-from seismograd.telemetry.records import Event, TokenBatch
+from seismograd.telemetry.records import TokenBatch
 
 STATE_FILE = "seismograd.json"
 
@@ -53,7 +56,9 @@ class GRPOAdapter:
         self._callback: StepCallback | None = None
         self._active = False
         self._said: set[str] = set()
-        self._generated_at = 0
+        self._generated_at: int | None = 0
+        self._resumed_from: Path | None = None
+        self._micro_batch = 0
         self._replays = True
         self._seen_tokens = self._seen_clip = False
 
@@ -81,10 +86,12 @@ class GRPOAdapter:
         mixed = getattr(accelerator, "mixed_precision", "no")
         if mixed not in ("no", monitor.shadow):
             # The model's forward is wrapped in the trainer's own autocast, which would override the shadow's.
-            self._lost(
-                _PROBE_SIGNALS, f"a {monitor.shadow} shadow does not run in {mixed} training, set shadow={mixed!r}"
-            )
+            fix = f", set shadow={mixed!r}" if mixed in DTYPES else ""
+            self._lost(_PROBE_SIGNALS, f"a {monitor.shadow} shadow does not run in {mixed} training{fix}")
             self._replays = False
+        if hasattr(trainer, "train"):
+            self._train = trainer.train
+            self._patches.append(Patch(trainer, "train", self._watched_train))
         self._callback = StepCallback(self, self._run)
         trainer.add_callback(self._callback)
 
@@ -103,6 +110,7 @@ class GRPOAdapter:
 
     def step_begins(self, step: int) -> None:
         self._monitor.begin_step(step)
+        self._micro_batch = 0
         with self._monitor.guard("clip_settings") as guard:
             self._monitor.clips = clip_specs(self._trainer)
         if guard.failed:
@@ -131,16 +139,17 @@ class GRPOAdapter:
 
     def training_begins(self, step: int) -> None:
         """Resuming from a checkpoint: take up the detection state that was saved beside it."""
-        self._generated_at = step
+        with self._monitor.guard("adapter"):
+            # A second train() may go on with completions that the first one left: of unknown age.
+            self._generated_at = step if self._generates_next() else None
         if step == 0:
             return
         with self._monitor.guard("checkpoint"):
-            path = self._checkpoint(step) / STATE_FILE
+            path = (self._resumed_from or self._checkpoint(step)) / STATE_FILE
             if path.is_file():
                 self._state.load_state_dict(json.loads(path.read_text()))
             else:
-                message = f"no detection state at {path}: baselines begin anew at step {step}"
-                self._hub.event(Event("note", message, step))
+                self._state.degraded(f"no detection state at {path}: baselines begin anew at step {step}")
 
     def saved(self, step: int) -> None:
         with self._monitor.guard("checkpoint"):
@@ -157,6 +166,12 @@ class GRPOAdapter:
         return Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
 
     # -- what is listened to --------------------------------------------------------------------------------------
+
+    @functools.wraps(Trainer.train)
+    def _watched_train(self, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("resume_from_checkpoint")
+        self._resumed_from = Path(given) if isinstance(given, (str, os.PathLike)) else None
+        return self._train(*args, **kwargs)
 
     def _watched_compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not (self._active and torch.is_grad_enabled() and model.training):
@@ -199,12 +214,13 @@ class GRPOAdapter:
         for forward in seen:
             rows = slice(start, start + forward.log_probs.shape[0])
             start = rows.stop
-            self._seen_tokens = True
             position = self._monitor.add(self._batch(inputs, forward, rows))
+            self._seen_tokens = True
             if position is not None:
                 forward.log_probs.register_hook(  # type: ignore[no-untyped-call]
                     partial(self._caught, position)
                 )
+        self._micro_batch += 1
 
     def _caught(self, position: int, gradient: Tensor) -> None:
         with self._monitor.guard("adapter"):
@@ -238,7 +254,7 @@ class GRPOAdapter:
         left_out |= loss_masks(self._trainer, mask, logp, old, sampling, advantage, forward.entropy)
         return TokenBatch(
             step=self._trainer.state.global_step + 1,
-            micro_batch=0,
+            micro_batch=self._micro_batch,
             rank=self._trainer.accelerator.process_index,
             input_ids=forward.kwargs.get("input_ids"),
             mask=mask,
@@ -254,14 +270,18 @@ class GRPOAdapter:
 
     def _staleness(self) -> int | None:
         """Optimizer steps since the completions in use were generated."""
-        micro_step = getattr(self._trainer, "_step", None)
-        if micro_step is None:
+        if getattr(self._trainer, "_step", None) is None:
             self._lost("alpha_floor", "the trainer has no _step that tells how old its completions are")
             return None
         step = int(self._trainer.state.global_step)
-        if micro_step % (self._trainer.args.steps_per_generation * self._trainer.num_iterations) == 0:
+        if self._generates_next():
             self._generated_at = step
-        return max(0, step - self._generated_at)
+        return None if self._generated_at is None else max(0, step - self._generated_at)
+
+    def _generates_next(self) -> bool:
+        """Whether the micro-batch at hand is the first of newly generated completions."""
+        period = self._trainer.args.steps_per_generation * self._trainer.num_iterations
+        return bool(getattr(self._trainer, "_step", 0) % period == 0)
 
     def _lost(self, signals: str, reason: str) -> None:
         """Say once, loudly, what is not measured in this run and why."""

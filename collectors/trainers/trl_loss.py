@@ -23,7 +23,8 @@ def clip_specs(trainer: Any) -> tuple[ClipSpec, ...]:
                 "ppo", trainer.epsilon_low, trainer.epsilon_high, "clip", _level(trainer), getattr(args, "delta", None)
             )
         )
-    if getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_importance_sampling_correction", False):
+    corrected = getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_importance_sampling_correction", False)
+    if corrected and trainer.loss_type != "vespo":  # which puts these ratios into its own sequence weight
         scope, kind = trainer.vllm_importance_sampling_mode.split("_")
         low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
         specs.append(

@@ -41,14 +41,19 @@ class PrometheusSink:
         try:
             self._server, self._thread = _serve(port, address, registry)
         except OSError as e:
-            reason = "the port is in use" if e.errno == errno.EADDRINUSE else (e.strerror or str(e))
+            reason = (
+                "the port is in use, by another program or by an earlier run that has not been closed (run.close())"
+                if e.errno == errno.EADDRINUSE
+                else (e.strerror or str(e))
+            )
             raise OSError(
                 e.errno,
                 f"cannot serve /metrics on {address}:{port}: {reason}; set prometheus= or SEISMOGRAD_PROMETHEUS "
                 "to a free port, or to 0 for any",
             ) from e
         self.port = int(self._server.server_address[1])
-        self.url = f"http://{address}:{self.port}/metrics"
+        host = f"[{address}]" if ":" in address else address
+        self.url = f"http://{host}:{self.port}/metrics"
 
     def open(self, run: RunInfo) -> None:
         self._snapshot.run = run.name

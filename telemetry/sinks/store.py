@@ -49,6 +49,6 @@ class StoreSink:
             yield
         except sqlite3.Error as e:
             fix = "free space there, or set runs= or SEISMOGRAD_RUNS to another folder"
-            if not isinstance(e, sqlite3.OperationalError):
+            if type(e) is sqlite3.DatabaseError:  # its subclasses are faults of the file system or of a call
                 fix = f"the file is damaged, what is left of it comes out with `sqlite3 {self._path} .recover`"
             raise OSError(f"cannot write {self._path} ({e}): {fix}") from e
