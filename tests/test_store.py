@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from seismograd import Event, Reading, Row, RunInfo, RunStore, StoreError
+from seismograd.telemetry.sinks.store import StoreSink
 
 INFO = RunInfo("run", "runs/run", {"budget": 0.01}, started=1.0)
 
@@ -154,3 +155,27 @@ run.close()
         steps = [r.step for r in store.rows()]
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) < 59
+
+
+@pytest.mark.parametrize(
+    ("raised", "advice"),
+    [
+        (sqlite3.OperationalError, "free space"),
+        (sqlite3.IntegrityError, "free space"),
+        (sqlite3.DatabaseError, ".recover"),
+    ],
+)
+def test_error_of_the_file_names_the_fix(tmp_path: Path, raised: type[sqlite3.Error], advice: str) -> None:
+    sink = StoreSink(tmp_path / "run.db")
+    sink.open(RunInfo("run", None, {}))
+
+    class Broken:
+        def event(self, _: Event) -> None:
+            raise raised("broken")
+
+        def close(self) -> None: ...
+
+    sink._store.close()  # type: ignore[union-attr]
+    sink._store = Broken()  # type: ignore[assignment]
+    with pytest.raises(OSError, match=advice):
+        sink.event(Event("note", "x"))

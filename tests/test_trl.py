@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from seismograd import ConfigError, RunStore, UnsupportedTrainer, watch
+from seismograd.collectors.trainers.trl_loss import clip_specs
 from tests import tiny
 
 EVERY_STEP = {"shadow": 1, "deployed": 1}
@@ -331,7 +333,10 @@ def test_shadow_that_the_trainer_s_autocast_would_override_is_refused_loudly(tmp
         assert len(store.series("loss_weight", stat="l2")) == 2
 
 
-def test_detection_state_goes_with_the_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moved", [False, True])
+def test_detection_state_goes_with_the_checkpoint(
+    tmp_path: Path, moved: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
     whole = tiny.trainer(tmp_path / "a", steps=6, **settings)
     with watch(whole, runs=tmp_path / "runs", name="whole") as run_whole:
@@ -339,14 +344,67 @@ def test_detection_state_goes_with_the_checkpoint(tmp_path: Path) -> None:
     first = tiny.trainer(tmp_path / "b", steps=6, callbacks=[Stopper3()], **settings)
     with watch(first, runs=tmp_path / "runs", name="first"):
         first.train()
-    second = tiny.trainer(tmp_path / "b", steps=6, **settings)
+    checkpoint = tmp_path / "b" / "checkpoint-3"
+    if moved:  # training goes on in another output_dir
+        checkpoint = checkpoint.rename(tmp_path / "elsewhere")
+    second = tiny.trainer(tmp_path / ("c" if moved else "b"), steps=6, **settings)
     with watch(second, runs=tmp_path / "runs", name="second") as run_second:
-        second.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-3"))
+        second.train(resume_from_checkpoint=str(checkpoint))
+    assert "no detection state" not in caplog.text
     assert stored(tmp_path / "runs" / "second", "step") == [4, 5, 6]
     a, b = run_whole.state_dict(), run_second.state_dict()
     seen = [state["step"]["grad_norm"]["state"]["seen"] for state in (a, b)]
     assert seen[0] == seen[1] == [6.0]
     assert b["step"]["grad_norm"]["state"]["level"] == pytest.approx(a["step"]["grad_norm"]["state"]["level"], rel=1e-3)
+
+
+def test_checkpoint_without_detection_state_is_said_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    unwatched = tiny.trainer(tmp_path, steps=2, save_strategy="steps", save_steps=2)
+    unwatched.train()
+    second = tiny.trainer(tmp_path, steps=3)
+    with watch(second, runs=tmp_path / "runs", name="run"):
+        second.train(resume_from_checkpoint=True)
+    assert "no detection state at" in caplog.text
+    assert stored(tmp_path / "runs" / "run", "step") == [3]
+
+
+def test_completions_left_over_by_an_earlier_train_are_of_unknown_age(tmp_path: Path) -> None:
+    """num_iterations=2: the first train() stops in the middle of a generation's use, the second one goes on with it."""
+    trainer = tiny.trainer(tmp_path, steps=3, num_iterations=2)
+    trainer.train()
+    with watch(trainer, runs=tmp_path / "runs", name="run", probes=EVERY_STEP):
+        trainer.train()
+    with RunStore.read(tmp_path / "runs" / "run" / "run.db") as store:
+        assert [step for step, _ in store.series("alpha_floor")] == [2]  # 1 leftover, 2 fresh, 3 stale
+
+
+def test_micro_batches_are_numbered(tmp_path: Path) -> None:
+    trainer = tiny.trainer(tmp_path, steps=2, gradient_accumulation_steps=3)
+    seen = []
+    with watch(trainer, runs=tmp_path / "runs", name="run") as run:
+        add = run._monitor.add
+        run._monitor.add = lambda batch: (seen.append((batch.step, batch.micro_batch)), add(batch))[1]  # type: ignore[method-assign]
+        trainer.train()
+    assert seen == [(step, micro) for step in (1, 2) for micro in range(3)]
+
+
+def test_vespo_weighs_the_importance_ratio_itself() -> None:
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(), loss_type="dapo", epsilon_low=0.2, epsilon_high=0.2, importance_sampling_level="token",
+        use_vllm=True, vllm_importance_sampling_correction=True, vllm_importance_sampling_mode="token_mask",
+        vllm_importance_sampling_clip_min=None, vllm_importance_sampling_clip_max=3.0,
+    )  # fmt: skip
+    assert [spec.ratio for spec in clip_specs(trainer)] == ["ppo", "importance"]
+    trainer.loss_type = "vespo"
+    assert clip_specs(trainer) == ()
+
+
+def test_run_says_where_it_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with watch(tiny.trainer(tmp_path, steps=1), runs=tmp_path / "runs", name="run", prometheus=0) as run:
+        pass
+    assert (
+        f"run run is written to {tmp_path / 'runs' / 'run'}, metrics at {run.prometheus_url}" in capfd.readouterr().err
+    )
 
 
 class Stopper3(TrainerCallback):
