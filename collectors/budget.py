@@ -41,6 +41,9 @@ class ProbeBudget:
         spacing, account = self._spacing[probe], self._accounts[probe]
         if spacing != "auto":
             return spacing > 0 and (step - 1) % spacing == 0
+        deployed = self._spacing["deployed"]
+        if probe == "shadow" and deployed != "auto" and self.due("deployed", step):
+            return True  # which starts from it
         if self._share <= 0:
             return False
         # The deployed probe repeats the shadow's forward, so its cost is known before its first run.

@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from seismograd.collectors.table import FLOAT_COLUMNS, HostBatch
 from seismograd.collectors.transfer import Host
 from seismograd.telemetry.records import TokenBatch
+
+_PART = (1 << 21) - 1
 
 
 def device_columns(batch: TokenBatch) -> Iterable[tuple[str, Tensor]]:
@@ -23,7 +26,10 @@ def device_columns(batch: TokenBatch) -> Iterable[tuple[str, Tensor]]:
     for reason, flags in batch.left_out.items():
         yield f"left_out.{reason}", flags
     if batch.sequence is not None:
-        yield "sequence", batch.sequence
+        # In three parts, each of which float32 holds exactly: names of sequences may be any int64.
+        yield "sequence.high", batch.sequence >> 42
+        yield "sequence.middle", (batch.sequence >> 21) & _PART
+        yield "sequence.low", batch.sequence & _PART
     if isinstance(batch.staleness, Tensor):
         yield "staleness", batch.staleness
 
@@ -37,6 +43,12 @@ def host_batch(batch: TokenBatch, i: int, host: Mapping[Any, Host]) -> HostBatch
         mask=host[i, "mask"],
         columns={key: host[i, key] for key in FLOAT_COLUMNS if (i, key) in host},
         left_out={reason: host[i, f"left_out.{reason}"] for reason in batch.left_out},
-        sequence=host.get((i, "sequence")),
+        sequence=None if batch.sequence is None else _sequence(i, host),
         staleness=staleness,
     )
+
+
+def _sequence(i: int, host: Mapping[Any, Host]) -> NDArray[np.int64]:
+    high, middle, low = (host[i, f"sequence.{part}"].astype(np.int64) for part in ("high", "middle", "low"))
+    whole: NDArray[np.int64] = (high << 42) | (middle << 21) | low
+    return whole

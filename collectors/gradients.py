@@ -35,6 +35,11 @@ class Norms:
     per_parameter: Tensor
     total: Tensor
 
+    def unscaled(self, scale: Tensor) -> Norms:
+        """With the loss scale taken out."""
+        scale = scale.to(self.total.device)
+        return Norms(self.parameters, self.per_parameter / scale, self.total / scale)
+
 
 @torch.no_grad()
 def take_norms(parameters: Sequence[Tensor]) -> Norms | None:

@@ -24,7 +24,6 @@ from seismograd.collectors.budget import ProbeBudget
 from seismograd.collectors.columns import device_columns, host_batch
 from seismograd.collectors.gradients import Norms, take_norms
 from seismograd.collectors.guard import Guard
-from seismograd.collectors.layers import ModelMap
 from seismograd.collectors.payload import Deployed, Gradients, LogPayload, StepPayload
 from seismograd.collectors.ratio import largest_sequence_pull, nonfinite_counts
 from seismograd.collectors.shadow import Precision, shadow_logp
@@ -33,6 +32,7 @@ from seismograd.collectors.table import TokenTable
 from seismograd.collectors.transfer import Host, Transfer
 from seismograd.telemetry.detector import Detector, Measured
 from seismograd.telemetry.faults import Faults
+from seismograd.telemetry.layers import ModelMap
 from seismograd.telemetry.records import ClipSpec, Event, Spike, TokenBatch
 
 
@@ -140,7 +140,7 @@ class StepMonitor:
     def caught(self, position: int, loss_weight: Tensor) -> None:
         """The backward brought dL/dlogp (B, T-1) of the micro-batch at `position`.
 
-        A second backward adds up, as .grad does.
+        A second backward adds up, as .grad does. torch.autograd.grad through logp cannot be told from one.
         """
         if self._step is None or self._step.prepared:
             return
@@ -162,11 +162,16 @@ class StepMonitor:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norms.total)
         return norms.total
 
-    def before_optimizer(self, parameters: Sequence[Tensor]) -> None:
-        """The last moment before the weights move; a step that has clipped has been judged already."""
+    def before_optimizer(self, parameters: Sequence[Tensor], scale: Tensor | None = None) -> None:
+        """The last moment before the weights move; a step that has clipped has been judged already.
+
+        Args:
+            parameters: those that are trained.
+            scale: what the gradients are still multiplied by, a scalar tensor, or None.
+        """
         with self._faults.fence("step"):
             if self._step is not None and not self._step.prepared:
-                self._prepare(parameters)
+                self._prepare(parameters, scale=scale)
 
     def end_step(self) -> None:
         """The optimizer has stepped: probe what was deployed, and hand the step over."""
@@ -175,12 +180,15 @@ class StepMonitor:
             with self._faults.fence("step"):
                 self._end(step)
 
-    def _prepare(self, parameters: Sequence[Tensor], clipping: bool = False) -> Norms | None:
+    def _prepare(
+        self, parameters: Sequence[Tensor], clipping: bool = False, scale: Tensor | None = None
+    ) -> Norms | None:
         """Probe, read the norms, transfer and judge, once a step, before the optimizer step.
 
         Args:
             parameters: those that are trained.
             clipping: the caller clips with the norms, so that reading them is not a cost of ours.
+            scale: see `before_optimizer`.
         """
         step = self._step
         first = step is not None and not step.prepared
@@ -191,6 +199,8 @@ class StepMonitor:
         if self._faults.working("norms"):
             with self._faults.fence("norms") if clipping else self.guard("norms"):
                 norms = take_norms(parameters)
+                if norms is not None and scale is not None:
+                    norms = norms.unscaled(scale)
         if step is not None and first:
             self._judge(step, norms)
         return norms

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seismograd.collectors.layers import Grouping
 from seismograd.collectors.table import TokenTable
+from seismograd.telemetry.layers import Grouping
 from seismograd.telemetry.records import ClipSpec, Spike
 
 

@@ -116,7 +116,12 @@ def nonfinite_counts(table: TokenTable) -> dict[str, int]:
         ("loss_weight", table.loss_weight),
         ("advantage", table.advantage),
     )
-    return {name: int((table.trained & ~np.isfinite(values)).sum()) for name, values in columns if values is not None}
+    found = {}
+    for name, values in columns:
+        if values is not None:
+            bad = table.trained & ~np.isfinite(values)
+            found[name] = int((bad & ~table.lacking[name] if name in table.lacking else bad).sum())
+    return found
 
 
 def _stats(name: str, values: Floats) -> list[Reading]:

@@ -1,7 +1,7 @@
 """The shadow forward: the same tokens at the same weights, in the precision of the rollout engine.
 
 It runs as an engine would: no gradient, no dropout, the rollout's dtype. Everything it touches (RNG state, train mode
-of each module, autocast's cache) is as before when it is done, whether it succeeds or not.
+of each module, buffers, autocast's cache) is as before when it is done, whether it succeeds or not.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from seismograd.telemetry.forward_state import kept_buffers
 
 Precision = Literal["bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,6 +40,7 @@ def shadow_logp(model: nn.Module, replay: Callable[[], Tensor], precision: Preci
         stack.enter_context(torch.no_grad())
         stack.enter_context(_same_rng(device))
         stack.enter_context(_evaluating(model))
+        stack.enter_context(kept_buffers(model))
         stack.enter_context(_precision(model, device, DTYPES[precision]))
         stack.enter_context(_watching_autocast(model, device, ran_in))
         meant = _autocast_dtype(device)
@@ -71,11 +74,14 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 @contextmanager
 def _watching_autocast(model: nn.Module, device: torch.device, seen: list[torch.dtype | None]) -> Iterator[None]:
     """Notes the precision in which the model's forward really runs."""
-    handle = model.register_forward_pre_hook(lambda *_: seen.append(_autocast_dtype(device)))
+    owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
+    # Not on the model alone: a replay may call its parts (a chunked head).
+    handles = [m.register_forward_pre_hook(lambda *_: seen.append(_autocast_dtype(device))) for m in owners]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class HostBatch:
     columns: Mapping[str, NDArray[np.float32]]
     left_out: Mapping[str, NDArray[np.float32]]
     staleness: NDArray[np.float32] | None
-    sequence: NDArray[np.float32] | None = None
+    sequence: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class TokenTable:
         left_out: (N,) by reason.
         staleness: (N,) optimizer steps, NaN where unknown.
         engine: whether a rollout engine gave `rollout_logp`.
+        lacking: (N,) by column: tokens whose micro-batch does not have that column; only where some have it.
     """
 
     trained: Flags
@@ -64,6 +65,7 @@ class TokenTable:
     left_out: Mapping[str, Flags]
     staleness: Floats
     engine: bool
+    lacking: Mapping[str, Flags]
 
     @classmethod
     def of(cls, batches: Sequence[HostBatch], engine: bool) -> TokenTable:
@@ -100,6 +102,11 @@ class TokenTable:
             flags = gather([batch.left_out.get(reason) for batch in batches])
             assert flags is not None
             left_out[reason] = np.nan_to_num(flags) != 0
+        lacking = {}
+        for key in FLOAT_COLUMNS:
+            lacks = [key not in batch.columns for batch in batches]
+            if any(lacks) and not all(lacks):
+                lacking[key] = np.repeat(np.array(lacks), [len(row) for row in rows])
         sequence, sequences = _sequences(batches, rows, columns)
         return cls(
             trained=trained != 0,
@@ -109,6 +116,7 @@ class TokenTable:
             left_out=left_out,
             staleness=np.full(len(logp), np.nan) if staleness is None else staleness,
             engine=engine,
+            lacking=lacking,
             **named,
         )
 
@@ -134,7 +142,7 @@ def _sequences(
             found.append(row + start)
             start += batch.mask.shape[0]
         else:
-            own = batch.sequence[row, column].astype(np.int64)
+            own = batch.sequence[row, column].copy()
             names, dense = np.unique(own[own >= 0], return_inverse=True)
             own[own >= 0] = dense + start
             found.append(own)

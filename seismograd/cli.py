@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import seismograd
+from seismograd import incident_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +21,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from seismograd.demo.options import add_arguments
 
     add_arguments(demo)
+    incident = commands.add_parser("incident", help="show a localised spike, or write it as a web page")
+    incident_command.add_arguments(incident)
     args = parser.parse_args(argv)
+    if args.command == "incident":
+        return incident_command.show_incident(args)
     # Imported only when it runs: it needs TRL and Transformers.
     from seismograd.demo.run import run_demo
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,8 +22,6 @@ from seismograd.telemetry.detector import Detector
 from seismograd.telemetry.faults import Faults, announce, warn
 from seismograd.telemetry.hub import Hub
 from seismograd.telemetry.records import Event, RunInfo, Spike
-
-log = logging.getLogger("seismograd")
 
 
 class Run:
@@ -48,8 +47,9 @@ class Run:
         self._hub, self._worker, self._detector, self._monitor = hub, worker, detector, monitor
         self._adapter: Adapter | None = None
         self._closed = False
-        self._process = os.getpid()
-        atexit.register(self._close_at_exit)
+        # Holds no model and no optimizer: a sweep in one process may drop its runs without closing them.
+        self._at_exit = partial(_close_at_exit, weakref.ref(self), hub, info.name, os.getpid())
+        atexit.register(self._at_exit)
 
     def attach(self, adapter: Adapter) -> None:
         """Begin to listen. Called by `watch`, once."""
@@ -116,6 +116,7 @@ class Run:
             mask: the shape of `logp`, true where a token is trained; all where None.
             input_ids: (B, T) int64.
             replay: runs the same forward again and returns logp; needed for alpha, beta and all that follows from them.
+                It runs after the step's last backward, so bind its batch: ``lambda batch=batch: ...``.
             old_logp: the PPO ratio's reference, where that is not `rollout_logp`.
             sequence: the shape of `logp`, int64: which sequence each token belongs to, for packed tokens.
             staleness: optimizer steps between the rollout's weights and this step's, (B,) or one int.
@@ -154,6 +155,7 @@ class Run:
         """Detection state and counters, JSON-serialisable, for a checkpoint of one's own; a trainer's has it
         already.
         """
+        self._hub.settle(1.0)  # the last steps may still be with the worker
         return {"version": 1, "step": self._detector.state_dict(), "worker": self._worker.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -177,20 +179,13 @@ class Run:
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self._close_at_exit)
+        atexit.unregister(self._at_exit)
         with self._faults.fence("close"):
             if self._adapter is not None:
                 self._adapter.detach()
         with self._faults.fence("close"):
             self._monitor.finish()
-        self._hub.event(Event("run_end", f"run {self.info.name} ended"))
-        if not self._hub.close(timeout):
-            log.warning("seismograd: a sink was still busy after %.0f s and was left behind", timeout)
-
-    def _close_at_exit(self) -> None:
-        """Not in a forked child, which has none of our threads. Being registered keeps alive a run nobody holds."""
-        if os.getpid() == self._process:
-            self.close()
+        _end(self._hub, self.info.name, timeout)
 
     def __enter__(self) -> Run:
         return self
@@ -207,3 +202,20 @@ class Run:
                 f"run.{method}() is for plain loops; this run listens to a trainer, which needs no further call"
             )
         return self._adapter
+
+
+def _end(hub: Hub, name: str, timeout: float = 10.0) -> None:
+    hub.event(Event("run_end", f"run {name} ended"))
+    if not hub.close(timeout):
+        warn(f"a sink was still busy after {timeout:.0f} s and was left behind")
+
+
+def _close_at_exit(run: weakref.ref[Run], hub: Hub, name: str, process: int) -> None:
+    """A run nobody has closed, or nobody holds any more. Not in a forked child, which has none of our threads."""
+    if os.getpid() != process:
+        return
+    held = run()
+    if held is None:
+        _end(hub, name)
+    else:
+        held.close()

@@ -270,10 +270,13 @@ class Hub(_Lane):
         seconds.
         """
         deadline = time.monotonic() + timeout
+        return self.settle(timeout) and self._through_lanes(_Flush, deadline)
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until the worker has computed all that was put before, whatever the sinks do."""
+        deadline = time.monotonic() + timeout
         mine = _Flush()
-        if not (self.put_patiently(mine, deadline) and mine.done.wait(max(0.0, deadline - time.monotonic()))):
-            return False
-        return self._through_lanes(_Flush, deadline)
+        return self.put_patiently(mine, deadline) and mine.done.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self, timeout: float = 10.0) -> bool:
         """Write what is queued, close the sinks and end the threads; False where a sink had to be abandoned."""

@@ -17,6 +17,8 @@ from seismograd.telemetry.catalogue import CATALOGUE
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from seismograd.telemetry.forward_state import ForwardState
+
 SCHEMA_VERSION = 1
 
 NO_LABELS: Mapping[str, str] = {}
@@ -124,6 +126,11 @@ class TokenBatch:
         engine: whether `rollout_logp` comes from a rollout engine; False where the trainer recomputed it itself, so
             that no gap of precision lies between the two.
         replay: runs the same forward again and returns logp (B, T-1), or None.
+        replay_all: as `replay`, but returns all that the loss may take from the model, by name: "logp" and the names of
+            `others`; None where there is nothing but logp.
+        others: dL/d(output) of what does not pass through logp, by name: "entropy" (B, T-1), "router" (); with loss
+            scaling taken out.
+        state: random numbers and autocast of the training forward, or None where they were not taken.
     """
 
     step: int
@@ -144,6 +151,9 @@ class TokenBatch:
     staleness: Tensor | int | None = None
     engine: bool = True
     replay: Callable[[], Tensor] | None = None
+    replay_all: Callable[[], Mapping[str, Tensor]] | None = None
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    state: ForwardState | None = None
 
 
 @dataclass(frozen=True)

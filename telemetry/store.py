@@ -87,7 +87,7 @@ class RunStore:
             raise StoreError(f"{path}: no such run store; a run's store is RUNS/NAME/run.db")
         db = None
         try:
-            db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+            db = sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True, isolation_level=None)
             store = cls(db, path)
             version = store.meta().get("schema_version")
         except sqlite3.DatabaseError as e:

@@ -20,7 +20,7 @@ PLACES = [
     ("probe_deployed", "seismograd.collectors.monitor.StepMonitor._gain"),
     ("transfer", "seismograd.collectors.transfer.Transfer.fetch"),
     ("transfer", "seismograd.collectors.table.TokenTable.of"),
-    ("transfer", "seismograd.collectors.layers.Grouping.of"),
+    ("transfer", "seismograd.telemetry.layers.Grouping.of"),
     ("detect", "seismograd.collectors.monitor.largest_sequence_pull"),
     ("detect", "seismograd.telemetry.detector._Watch.judge"),
     ("detect", "seismograd.telemetry.baselines.EnvelopeState.judge"),

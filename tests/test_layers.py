@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from seismograd.collectors.layers import Grouping, Place, places
+from seismograd.telemetry.layers import Grouping, Place, places
 from tests import tiny
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,168 @@ def test_parameters_that_change_from_step_to_step_keep_the_maps_few(tmp_path: Pa
             assert len(run._monitor._map._groupings) <= 8
             assert step < 40
     assert len(read(tmp_path)['grad_norm{layer="all",group="all"}']) == 40
+
+
+class Counting(tiny.PlainModel):
+    """Counts its forwards in a buffer, as routers count tokens, and trains by the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return super().forward(input_ids) * (1 + self.count / 100)  # type: ignore[no-any-return]
+
+
+def test_buffers_that_a_forward_writes_are_left_alone_by_probes(tmp_path: Path) -> None:
+    fingerprints = []
+    for observe in (False, True):
+        loop = Loop()
+        torch.manual_seed(0)
+        loop.model = Counting()
+        loop.optimizer = torch.optim.SGD(loop.model.parameters(), 1e-2)
+        if observe:
+            loop.run = watch(model=loop.model, runs=tmp_path, name="run", probes={"shadow": 1, "deployed": 1})
+        fingerprints.append(loop.train(4))
+        if loop.run is not None:
+            loop.run.close()
+    assert fingerprints[0] == fingerprints[1]
+    assert len(read(tmp_path)["deployed_improvement"]) == 4
+
+
+def test_run_that_was_dropped_keeps_no_model(tmp_path: Path) -> None:
+    loop = watched(tmp_path)
+    loop.train(2)
+    model, optimizer = weakref.ref(loop.model), weakref.ref(loop.optimizer)
+    del loop
+    gc.collect()
+    assert model() is None
+    assert optimizer() is None
+
+
+def test_replays_that_share_their_variables_are_refused(tmp_path: Path) -> None:
+    """Run after the last backward, each of them would run the last micro-batch."""
+    loop = watched(tmp_path)
+    with loop.run:  # type: ignore[union-attr]
+        for _ in range(2):
+            with loop.run.step():  # type: ignore[union-attr]
+                for _ in range(2):
+                    batch = loop.batch()
+                    batch["replay"] = lambda: loop.model(batch["input_ids"])  # noqa: B023
+                    loop.run.tokens(**batch)  # type: ignore[union-attr]
+                    loop.loss(batch).backward()
+                clip(loop)
+    assert said(tmp_path).count("replay=lambda batch=batch") == 1
+    assert "beta_abs_mean" not in read(tmp_path)
+
+
+def test_replays_of_a_function_called_anew_are_fine(tmp_path: Path) -> None:
+    loop = watched(tmp_path)
+
+    def micro_batch() -> None:
+        assert loop.run is not None
+        batch = loop.batch()
+        batch["replay"] = lambda: loop.model(batch["input_ids"])
+        loop.run.tokens(**batch)
+        loop.loss(batch).backward()
+
+    with loop.run, loop.run.step():  # type: ignore[union-attr]
+        micro_batch()
+        micro_batch()
+        clip(loop)
+    assert said(tmp_path) == ""
+    assert "beta_abs_mean" in read(tmp_path)
+
+
+def test_neither_clip_nor_optimizer_is_said(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.run = watch(model=loop.model, runs=tmp_path, name="run")
+    with loop.run:
+        for _ in range(2):
+            with loop.run.step():
+                loop.loss(loop.batch()).backward()
+                torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0)
+                loop.optimizer.step()
+    assert said(tmp_path).count("need run.clip_grad_norm_() or watch(optimizer=...)") == 1
+
+
+def test_column_that_a_micro_batch_lacks_is_not_a_nan(tmp_path: Path) -> None:
+    loop = watched(tmp_path)
+    with loop.run:  # type: ignore[union-attr]
+        for _ in range(2):
+            with loop.run.step():  # type: ignore[union-attr]
+                for given in ({}, {"rollout_logp": None}):
+                    batch = loop.batch()
+                    loop.run.tokens(**{**batch, **given})  # type: ignore[union-attr]
+                    if not given:  # the other one's advantages are 0, and it skips the backward
+                        loop.loss(batch).backward()
+                clip(loop)
+    found = read(tmp_path)
+    assert found['nonfinite_total{where="rollout_logp"}'] == found['nonfinite_total{where="loss_weight"}'] == [0.0, 0.0]
+    assert events(tmp_path, "spike") == []
+
+
+def test_fused_optimizer_with_a_scaled_loss(tmp_path: Path) -> None:
+    """GradScaler leaves the unscaling to it, so the gradients are still scaled when the optimizer is called."""
+    loop = watched(tmp_path)
+    loop.optimizer.grad_scale = torch.tensor(1024.0)  # type: ignore[attr-defined]
+    with loop.run, loop.run.step():  # type: ignore[union-attr]
+        batch = loop.batch()
+        loop.run.tokens(**batch, loss_scale=1024.0)  # type: ignore[union-attr]
+        loop.loss(batch).backward()
+        truth = float(torch.nn.utils.get_total_norm([p.grad for p in loop.model.parameters() if p.grad is not None]))
+        for p in loop.model.parameters():
+            p.grad *= 1024.0
+        loop.run._adapter._before_optimizer(loop.optimizer)  # type: ignore[union-attr]
+    assert read(tmp_path)['grad_norm{layer="all",group="all"}'] == pytest.approx([truth])
+
+
+def test_names_of_sequences_may_be_any_integer(tmp_path: Path) -> None:
+    loop = watched(tmp_path)
+    packed(loop, (torch.tensor([0, 1, 2, 3]) + 2**53).repeat_interleave(8))
+    found = read(tmp_path)
+    (tmp_path / "run").rename(tmp_path / "large")
+    loop = watched(tmp_path)
+    packed(loop, torch.tensor([0, 1, 2, 3]).repeat_interleave(8))
+    key = 'sequence_log_ratio{stat="std"}'
+    assert found[key] == read(tmp_path)[key]
+
+
+def test_deployed_probe_s_spacing_brings_the_shadow_with_it(tmp_path: Path) -> None:
+    loop = watched(tmp_path, probes={"deployed": 5})
+    with loop.run:  # type: ignore[union-attr]
+        loop.train(11)
+    assert len(read(tmp_path)["deployed_improvement"]) == 3
+
+
+def test_state_right_after_a_step_holds_the_step(tmp_path: Path) -> None:
+    loop = watched(tmp_path)
+    with loop.run:  # type: ignore[union-attr]
+        for steps in range(1, 6):
+            loop.train(1)
+            state = loop.run.state_dict()  # type: ignore[union-attr]
+            usual = state["worker"]["usual_proportions"]["state"]["next"]
+            assert set(usual) == {steps}
+
+
+def test_part_of_the_model_replayed_under_its_own_autocast(tmp_path: Path) -> None:
+    loop = watched(tmp_path)
+
+    def replay(ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            x = loop.model.embed(ids[:, :-1])
+            for layer in loop.model.layers:
+                x = x + layer(x)
+            logits = loop.model.lm_head(x).float()
+        return torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+    with loop.run, loop.run.step():  # type: ignore[union-attr]
+        batch = loop.batch()
+        loop.run.tokens(**{**batch, "replay": lambda: replay(batch["input_ids"])})  # type: ignore[union-attr]
+        loop.loss(batch).backward()
+        clip(loop)
+    assert "sets autocast itself" in events(tmp_path, "fault")[0].message
 
 
 def test_model_given_as_a_trainer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -111,3 +112,18 @@ def test_last_value_of_a_series_stays_until_the_next() -> None:
     sink.close()
     assert 'seismograd_snr{run="r"} 2.0' in text
     assert 'seismograd_step{run="r"} 2.0' in text
+
+
+def test_port_is_free_again_though_a_forked_child_lives_on() -> None:
+    """As persistent workers of a DataLoader do."""
+    sink = PrometheusSink(0)
+    ready, done = multiprocessing.get_context("fork").Event(), multiprocessing.get_context("fork").Event()
+    child = multiprocessing.get_context("fork").Process(target=lambda: (ready.set(), done.wait(60)))
+    child.start()
+    try:
+        assert ready.wait(30)
+        sink.close()
+        PrometheusSink(sink.port).close()
+    finally:
+        done.set()
+        child.join(30)

@@ -179,3 +179,13 @@ def test_error_of_the_file_names_the_fix(tmp_path: Path, raised: type[sqlite3.Er
     sink._store = Broken()  # type: ignore[assignment]
     with pytest.raises(OSError, match=advice):
         sink.event(Event("note", "x"))
+
+
+@pytest.mark.parametrize("name", ["exp#1", "a?b", "50%25", "a b"])
+def test_path_with_signs_of_urls(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with RunStore.create(tmp_path / name / "run.db", INFO) as store:
+        store.write(row(1))
+    with RunStore.read(tmp_path / name / "run.db") as store:
+        assert [r.step for r in store.rows()] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -73,7 +73,9 @@ def test_training_is_bit_identical(tmp_path: Path, variant: str) -> None:
         assert same(trained(trainer), without)
     assert run.store_path is not None
     with RunStore.read(run.store_path) as store:
-        assert [e.message for e in store.events() if e.kind in ("fault", "degraded")] == []
+        said = [e.message for e in store.events() if e.kind in ("fault", "degraded")]
+        assert len(said) == (variant == "no engine")  # on-policy and without an engine, nothing can be compared
+        assert all("log-ratios" in message for message in said)
         steps = [r.step for r in store.rows() if any(x.name == "grad_norm" for x in r.readings)]
         assert steps == list(range(1, settings["steps"] + 1))
         assert len(store.series("beta_abs_mean")) == settings["steps"]

@@ -40,6 +40,7 @@ class PlainLoop:
         self._active = False
         self._clipped: set[int] = set()  # ids of the parameters that this step has clipped
         self._unclipped = _Repeats()
+        self._last_replay: tuple[Any, ...] = ()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -90,6 +91,12 @@ class PlainLoop:
                     "not measured where no backward followed run.tokens(): loss_weight and what follows from it. Call "
                     "it between a micro-batch's forward and its backward, with the log-probs that the loss uses",
                 )
+            if not self._clipped and self._optimizer is None:
+                self._say(
+                    "unread",
+                    "gradient norms, spikes in them and probes need run.clip_grad_norm_() or watch(optimizer=...), and "
+                    "this loop has neither",
+                )
         self._monitor.end_step()
 
     def tokens(self, logp: Tensor, loss_scale: Tensor | float | None, **given: Any) -> None:
@@ -117,6 +124,13 @@ class PlainLoop:
                     "not measured for packed tokens without run.tokens(sequence=...): what is summed or averaged by "
                     "sequence",
                 )
+            elif self._shares_variables(given["replay"]):
+                self._say(
+                    "late",
+                    "the replays of a step's micro-batches share their variables, so all would run the last one's: "
+                    "bind them, as in replay=lambda batch=batch: ...; they are not used",
+                )
+                given["replay"] = None
             batch = token_batch(self._steps, self._micro_batch, logp, **given)
             position = self._monitor.add(batch)
             self._micro_batch += 1
@@ -161,12 +175,23 @@ class PlainLoop:
             weight = gradient.detach() if scale is None else gradient.detach() / scale
             self._monitor.caught(position, weight if weight.dim() > 1 else weight.unsqueeze(0))
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def _shares_variables(self, replay: Any) -> bool:
+        """Whether the step's replay before was the same function of the same variables."""
+        code = getattr(replay, "__code__", None)
+        if code is None:
+            return False
+        cells = tuple(map(id, getattr(replay, "__closure__", None) or ()))
+        mine = (code, cells, tuple(map(id, replay.__defaults__ or ())))
+        shared, self._last_replay = self._micro_batch > 0 and mine == self._last_replay, mine
+        return shared
+
+    def _before_optimizer(self, optimizer: Any, *_: Any) -> None:
         if not self._monitor.in_step:
             with self._monitor.guard("adapter"):
                 self._say("step", "optimizer.step() was called outside of `with run.step():`: not recorded")
             return
-        self._monitor.before_optimizer(self.parameters)
+        # A fused optimizer takes the loss scale out itself, in its step.
+        self._monitor.before_optimizer(self.parameters, getattr(optimizer, "grad_scale", None))
         with self._monitor.guard("adapter"):
             if not self._clipped and self._unclipped.seen(self._monitor.grad_norm):
                 self._say(

@@ -38,6 +38,7 @@ STATE_FILE = "seismograd.json"
 
 _TOKEN_SIGNALS = "alpha, beta, SNR, clip cells, log-ratios, KL, loss_weight and deployed improvement"
 _PROBE_SIGNALS = "alpha, beta, SNR, clip cells and deployed improvement"
+_RATIO_SIGNALS = "alpha, SNR, log-ratios, KL and clip cells"
 _GRADIENT_SIGNALS = "gradient norms, proportions and the detection of their spikes"
 
 
@@ -113,6 +114,9 @@ class GRPOAdapter:
         self._micro_batch = 0
         with self._monitor.guard("clip_settings") as guard:
             self._monitor.clips = clip_specs(self._trainer)
+            if not self._monitor.clips:
+                loss = self._trainer.loss_type
+                self._lost("clip cells", f"loss_type={loss!r} limits its ratio by no bound that they are defined for")
         if guard.failed:
             self._monitor.clips = ()
             self._lost("clip cells and tokens taken away by the clip", "the trainer's clip settings could not be read")
@@ -250,6 +254,10 @@ class GRPOAdapter:
         # TRL takes log-probs from a rollout engine as sampling_per_token_logps; without one, only its own recompute is
         # there. Without old_per_token_logps the PPO ratio is 1: its reference is the forward itself.
         engine = sampling is not None
+        if not engine and old is None:
+            self._lost(
+                _RATIO_SIGNALS, "an on-policy trainer without a rollout engine keeps no log-probs to compare with"
+            )
         mask = F.pad(trained, (length - width, 0))
         left_out |= loss_masks(self._trainer, mask, logp, old, sampling, advantage, forward.entropy)
         return TokenBatch(

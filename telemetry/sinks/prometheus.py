@@ -7,7 +7,9 @@ training thread has no part in either.
 from __future__ import annotations
 
 import errno
+import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
@@ -66,6 +68,8 @@ class PrometheusSink:
 
     def close(self) -> None:
         self._server.shutdown()
+        with suppress(OSError):  # a forked child that lives on would hold the port
+            self._server.socket.shutdown(socket.SHUT_RDWR)
         self._server.server_close()
         self._thread.join()
 

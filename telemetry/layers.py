@@ -20,10 +20,13 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _GROUPS = (
     ("norm", re.compile(r"norm|(^|[._])ln(_|\d|\.|$)")),

@@ -1,0 +1,35 @@
+"""SeqClip: whole sequences that drifted from the policy that generated them, though no single token stands out."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def mis(
+    log_ratio: Tensor, mask: Tensor, of: Literal["sum", "mean"] = "mean", low: float = 0.5, high: float = 2.0
+) -> Tensor:
+    """Masked importance sampling by sequence: 1 where the sequence's ratio lies within [low, high], else 0.
+
+    Args:
+        log_ratio: (B, T) logp - rollout_logp in nats; NaN counts as 0.
+        mask: (B, T), true where a token is trained.
+        of: the sequence's ratio is exp of the "sum" of its log-ratios, or of their "mean".
+        low, high: bounds of that ratio.
+
+    Returns:
+        (B, 1) of log_ratio's dtype. The gradient is that of the kept sequences alone.
+
+    Raises:
+        ValueError: bounds that are not 0 <= low < high.
+    """
+    if not 0 <= low < high:
+        raise ValueError(f"mis(low={low!r}, high={high!r}): give 0 <= low < high")
+    trained = mask.bool()
+    total = torch.where(trained, torch.nan_to_num(log_ratio, nan=0.0), 0.0).sum(-1, keepdim=True)
+    level = total if of == "sum" else total / trained.sum(-1, keepdim=True).clamp(min=1)
+    kept = (level >= (math.log(low) if low > 0 else -math.inf)) & (level <= math.log(high))
+    return kept.to(log_ratio.dtype)

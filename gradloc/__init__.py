@@ -1,0 +1,27 @@
+"""GradLoc explains a gradient spike: which token, which layer, what kind of fault, what to do.
+
+`localize` does it for any loop; see its docstring. Each file beside it is one method.
+"""
+
+from seismograd.gradloc.bisection import Bisection
+from seismograd.gradloc.localize import METHODS, Method, localize
+from seismograd.gradloc.ranks import Alone, Group, Ranks
+from seismograd.gradloc.replay import ModelReplay, Replay
+from seismograd.gradloc.verdict import Thresholds
+from seismograd.telemetry.incidents import Culprit, Incident, SequenceShares
+
+__all__ = [
+    "METHODS",
+    "Alone",
+    "Bisection",
+    "Culprit",
+    "Group",
+    "Incident",
+    "Method",
+    "ModelReplay",
+    "Ranks",
+    "Replay",
+    "SequenceShares",
+    "Thresholds",
+    "localize",
+]

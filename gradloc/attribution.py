@@ -1,0 +1,163 @@
+"""Attribution: each token's share of the step's gradient norm, for two forwards, whatever the number of tokens.
+
+With G the step's gradient, sum_t w_t grad logp_t = G where w_t = dL/dlogp_t, so the shares
+
+    c_t = w_t * (d logp_t / d theta) . G / |G|
+
+add up to |G| over all tokens of all ranks. The directional derivative comes from the forwards at theta +- distance * G:
+central differences, with an error of the second order. Whether the distance was right shows in the sum: completeness =
+sum of c_t / |G|, which has to be 1. Too large a distance leaves the linear regime, and too small a one drowns in
+rounding; the ladder goes the way that the curvature says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from seismograd.gradloc.ranks import Ranks, everywhere
+from seismograd.gradloc.replay import LOGP, Replay
+from seismograd.gradloc.tokens import Floats, Tokens
+from seismograd.telemetry.incidents import Attempt
+from seismograd.telemetry.records import TokenBatch
+
+TOLERANCE = 0.05  # of completeness
+_FIRST = 0.05  # nats that the heaviest token's logp moves by, if the gradient is all its own
+_ATTEMPTS = 4
+_CURVED = 0.05  # second difference over first: above, the distance left the linear regime
+# Nats, median: how far the middle of the two moved forwards may lie from what training recorded.
+_SAME, _SAME_ROUNDED = 0.01, 0.1
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What an attribution found, in units of |G|.
+
+    Args:
+        tokens: (N,) share of each of this rank's tokens; NaN where its replay was not finite.
+        parts: sum over all ranks of the tokens' shares ("tokens"), and of the outputs beside logp, by name.
+        completeness: the sum of all parts, which should be 1.
+    """
+
+    tokens: Floats
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def completeness(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def believable(self) -> bool:
+        return abs(self.completeness - 1) <= TOLERANCE
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every method gets.
+
+    Args:
+        batches: this rank's micro-batches.
+        tokens: of them.
+        norm: |G|, the same on all ranks.
+        scale: G = scale * (sum over all ranks' tokens of weight * grad logp): 1 / world size where gradients are
+            averaged.
+        ranks: the processes that share the step.
+    """
+
+    batches: Sequence[TokenBatch]
+    tokens: Tokens
+    norm: float
+    scale: float
+    ranks: Ranks
+
+    @property
+    def others(self) -> list[str]:
+        """Names of the outputs beside logp that have a weight in this rank's loss."""
+        return list(dict.fromkeys(name for batch in self.batches for name in batch.others))
+
+
+def attribute(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]:
+    """The shares by two moved forwards, and what was tried for them: None where no distance gave a sum of 1."""
+    attempts: list[Attempt] = []
+    heaviest = step.ranks.max(float(np.abs(step.tokens.weight).max(initial=0.0)))
+    if not (heaviest > 0 and np.isfinite(heaviest)):
+        return None, [Attempt("attribution", "no token has a finite weight in the loss")]
+    distance, tried = _FIRST * heaviest * step.scale / step.norm, set[float]()
+    with replay.movable() as move:
+        for _ in range(_ATTEMPTS):
+            tried.add(distance)
+            found, reason = everywhere(step.ranks, lambda d=distance: _difference(step, replay, move, d))  # type: ignore[misc]
+            if reason is not None:
+                return None, [*attempts, Attempt("attribution", reason, forwards=2.0)]
+            shares, curved, mismatch = found
+            shares, curved, mismatch = summed(step, shares), step.ranks.max(curved), step.ranks.max(mismatch)
+            detail = f"moved by {distance:.1e} * G / |G|"
+            if curved <= _CURVED and mismatch > (_SAME if replay.precise else _SAME_ROUNDED):
+                outcome = f"the replay is another forward: its log-probabilities are {mismatch:.2g} nats off"
+                return None, [*attempts, Attempt("attribution", outcome, shares.completeness, 2.0, 0.0, detail)]
+            outcome = "believed" if shares.believable else f"the shares add up to {shares.completeness:.3f}, not to 1"
+            attempts.append(Attempt("attribution", outcome, shares.completeness, forwards=2.0, detail=detail))
+            if shares.believable:
+                return shares, attempts
+            distance = _next(distance, tried, curved)
+    return None, attempts
+
+
+def _difference(
+    step: Step, replay: Replay, move: Callable[[float], None], distance: float
+) -> tuple[Shares, float, float]:
+    """Of one distance: this rank's shares, how curved logp is over it (second difference over first), and the median
+    distance of the forwards' middle from the recorded logp, nats.
+    """
+    sides = []
+    for sign in (1.0, -1.0):
+        # `move` sets theta + d * G, and the distance is in units of G/|G|.
+        move(sign * distance / step.norm)
+        sides.append(_outputs(step, replay))
+    (ahead, ahead_others), (behind, behind_others) = sides
+    derivative = (ahead - behind) / (2 * distance)
+    weight = step.tokens.weight
+    c = np.where(weight == 0, 0.0, step.scale * weight * derivative)
+    parts = {
+        name: step.scale * (ahead_others[name] - behind_others[name]) / (2 * distance) / step.norm
+        for name in ahead_others
+    }
+    bend = np.abs(weight * (ahead + behind - 2 * step.tokens.logp)).sum()
+    slope = np.abs(weight * (ahead - behind)).sum()
+    off = np.abs((ahead + behind) / 2 - step.tokens.logp)
+    mismatch = float(np.median(off[np.isfinite(off)])) if np.isfinite(off).any() else 0.0
+    return Shares(c / step.norm, parts), float(bend / slope) if slope > 0 else 0.0, mismatch
+
+
+@torch.no_grad()
+def _outputs(step: Step, replay: Replay) -> tuple[Floats, dict[str, float]]:
+    """(N,) logp of the tokens, and the weighted sum of each other output, at the present parameters."""
+    logp = []
+    others = dict.fromkeys(step.others, 0.0)
+    for i, batch in enumerate(step.batches):
+        outputs = replay.forward(i)
+        logp.append(step.tokens.pick(i, outputs[LOGP]))
+        for name, weight in batch.others.items():
+            others[name] += float((weight.double().cpu() * outputs[name].detach().double().cpu()).sum())
+    return np.concatenate(logp) if logp else np.empty(0), others
+
+
+def summed(step: Step, shares: Shares) -> Shares:
+    """The parts, summed over all ranks. A step's ranks have the same kinds of outputs."""
+    names = [*shares.parts]
+    sums = step.ranks.sum([float(np.nansum(shares.tokens)), *(shares.parts[name] for name in names)])
+    return Shares(shares.tokens, dict(zip(["tokens", *names], sums, strict=True)))
+
+
+def _next(distance: float, tried: set[float], curved: float) -> float:
+    """Down the ladder where logp was curved over the distance, up it where rounding is to blame."""
+    for factor in (0.1, 10.0) if curved > _CURVED else (10.0, 0.1):
+        further = distance * factor
+        while any(abs(further / t - 1) < 1e-6 for t in tried):
+            further *= factor
+        if 1e-6 < further / min(tried) < 1e6:
+            return further
+    return distance

@@ -1,0 +1,48 @@
+"""The same shares by forward-mode automatic differentiation: exact, without a distance to choose, at a higher price.
+
+For models whose operations all have a forward derivative (fused attention has none, so the plain one runs).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from seismograd.gradloc.attribution import Shares, Step, summed
+from seismograd.gradloc.ranks import everywhere
+from seismograd.gradloc.replay import LOGP, Replay
+from seismograd.telemetry.incidents import Attempt
+
+
+def differentiate(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]:
+    """The shares by one dual forward, and what came of it: None where the model refuses or the sum is not 1."""
+    shares, reason = everywhere(step.ranks, lambda: _derivative(step, replay))
+    if reason is not None:
+        return None, [Attempt("jvp", reason, forwards=1.0)]
+    shares = summed(step, shares)
+    outcome = "believed" if shares.believable else f"the shares add up to {shares.completeness:.3f}, not to 1"
+    attempt = Attempt("jvp", outcome, shares.completeness, forwards=1.0)
+    return (shares if shares.believable else None), [attempt]
+
+
+def _derivative(step: Step, replay: Replay) -> Shares:
+    c = []
+    parts = dict.fromkeys(step.others, 0.0)
+    with replay.dual():
+        for i, batch in enumerate(step.batches):
+            outputs = replay.forward(i)
+            c.append(step.tokens.pick(i, _tangent(outputs[LOGP])))
+            for name, weight in batch.others.items():
+                parts[name] += float((weight.double().cpu() * _tangent(outputs[name]).double().cpu()).sum())
+    unit = step.scale / step.norm**2  # the dual carries the derivative along G, and shares are of |G|
+    derivative = np.concatenate(c) if c else np.empty(0)
+    w = step.tokens.weight
+    return Shares(np.where(w == 0, 0.0, w * derivative * unit), {k: x * unit for k, x in parts.items()})
+
+
+def _tangent(output: Tensor) -> Tensor:
+    tangent: Tensor | None = forward_ad.unpack_dual(output).tangent  # type: ignore[no-untyped-call]
+    if tangent is None:
+        raise RuntimeError("the model's forward has no forward derivative")
+    return tangent

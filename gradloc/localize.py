@@ -1,0 +1,272 @@
+"""`localize`: from a step whose gradient spiked to the token, its kind and the cure. Joins the methods of this room."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from seismograd.gradloc.attribution import Shares, Step, attribute
+from seismograd.gradloc.bisection import Bisection, bisect, norm_of
+from seismograd.gradloc.findings import Findings, find, sequence_shares
+from seismograd.gradloc.jvp import differentiate
+from seismograd.gradloc.nonfinite import NonFinite, explain
+from seismograd.gradloc.ranks import Alone, Ranks, everywhere
+from seismograd.gradloc.replay import ModelReplay, Replay
+from seismograd.gradloc.tokens import Floats, Ints, Tokens
+from seismograd.gradloc.verdict import Thresholds, Verdict, judge, not_finite
+from seismograd.gradloc.verification import Verification, layer_norms, norm_without, verify
+from seismograd.gradloc.whatif import controls_on
+from seismograd.telemetry.incidents import Attempt, Culprit, Incident, SequenceShares
+from seismograd.telemetry.records import TokenBatch
+
+Method = Literal["auto", "attribution", "jvp", "bisect"]
+METHODS: tuple[Method, ...] = ("auto", "attribution", "jvp", "bisect")
+
+
+def localize(
+    batches: Sequence[TokenBatch],
+    replay: Replay | nn.Module | None,
+    *,
+    method: Method = "auto",
+    grad_scale: float = 1.0,
+    top_k: int = 8,
+    verified: int = 3,
+    thresholds: Thresholds | None = None,
+    bisection: Bisection | None = None,
+    ranks: Ranks | None = None,
+) -> Incident:
+    """Explain a step's gradient, which stands in .grad, not clipped. Leaves everything as it was, bit for bit.
+
+    With several processes all call it, with their own micro-batches, and all get the same incident.
+
+    Args:
+        batches: the step's micro-batches, each with its loss_weight.
+        replay: the model, where the batches have their own replays; or a `Replay`; or None where nothing can be run
+            again, so that tokens are ranked by what is known without (loss_weight and ratios).
+        method: "auto" tries attribution, then jvp, then bisect, until one is believable; or one of these.
+        grad_scale: G = grad_scale * sum of loss_weight * grad logp: 1 / world size where gradients are averaged over
+            it.
+        top_k: tokens that are looked at, and at most named.
+        verified: of these, how many get a backward of their own.
+        thresholds: of the verdict.
+        bisection: how that method searches.
+        ranks: the processes that share the step; this one alone where None.
+
+    Returns:
+        The incident; its `notes` say what could not be done and why. Never raises for what a step or a model holds.
+
+    Raises:
+        ValueError: a setting that cannot be.
+    """
+    if method not in METHODS:
+        raise ValueError(f"localize(method={method!r}): give one of {', '.join(METHODS)}")
+    if top_k < 1 or verified < 0 or not grad_scale > 0:
+        raise ValueError("localize(): give top_k >= 1, verified >= 0 and grad_scale > 0")
+    began = time.perf_counter()
+    search = _Localisation(
+        batches, method, grad_scale, top_k, verified, thresholds or Thresholds(), bisection, ranks or Alone()
+    )
+    incident = search.run(replay)
+    return replace(incident, seconds=time.perf_counter() - began)
+
+
+@dataclass
+class _Localisation:
+    """One call of `localize`."""
+
+    batches: Sequence[TokenBatch]
+    method: Method
+    scale: float
+    top_k: int
+    verified: int
+    limits: Thresholds
+    bisection: Bisection | None
+    ranks: Ranks
+
+    def run(self, replay: Replay | nn.Module | None) -> Incident:
+        notes: list[str] = []
+        made, reason = everywhere(self.ranks, lambda: self._replay(replay))
+        if reason is not None:
+            notes.append(f"no replay: {reason}. Tokens are ranked by what is known without one")
+        tokens = Tokens.of(self.batches)
+        if made is None:
+            return self._without_replay(tokens, notes)
+        norm = norm_of(list(made.gradient))
+        step = Step(self.batches, tokens, norm, self.scale, self.ranks)
+        with made.kept():
+            if not math.isfinite(norm):
+                return self._not_finite(step, made, notes)
+            if norm == 0:
+                notes.append("the gradient is exactly zero: there is nothing to localise (zeroed, or all advantages 0)")
+                return self._judged(step, np.zeros(len(tokens)), None, [], "ratios", notes, made)
+            return self._finite(step, made, notes)
+
+    def _replay(self, replay: Replay | nn.Module | None) -> Replay | None:
+        return ModelReplay(replay, self.batches) if isinstance(replay, nn.Module) else replay
+
+    def _finite(self, step: Step, replay: Replay, notes: list[str]) -> Incident:
+        shares, attempts = self._shares(step, replay)
+        if shares is None:
+            notes.append("no method gave shares that can be believed. Tokens are ranked by what is known without one")
+            return self._judged(step, _by_weight(step.tokens), None, attempts, "ratios", notes, replay, estimated=True)
+        candidates = self._candidates(step, shares.tokens)
+        worth = candidates[np.abs(shares.tokens[candidates]) >= self.limits.share]
+        first = self._first(step, shares.tokens, worth)
+        verification, reason = everywhere(step.ranks, lambda: verify(step, replay, first))
+        if reason is not None:
+            notes.append(f"not verified: {reason}")
+        elif verification.replay_error > 1e-3 and replay.precise:
+            notes.append(
+                f"the replayed log-probabilities are up to {verification.replay_error:.2g} nats off the recorded ones: "
+                "norms and influences are as good as that"
+            )
+        if verification is not None:
+            attempts.append(Attempt("verification", "believed", None, verification.forwards, verification.backwards))
+        return self._judged(step, shares.tokens, verification, attempts, _believed(attempts), notes, replay, shares)
+
+    def _shares(self, step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]:
+        methods: dict[str, Callable[[], tuple[Shares | None, list[Attempt]]]] = {
+            "attribution": lambda: attribute(step, replay),
+            "jvp": lambda: differentiate(step, replay),
+            "bisect": lambda: bisect(step, replay, self.bisection),
+        }
+        attempts: list[Attempt] = []
+        for name in methods if self.method == "auto" else (self.method,):
+            shares, tried = methods[name]()
+            attempts += tried
+            if shares is not None:
+                return shares, attempts
+        return None, attempts
+
+    def _not_finite(self, step: Step, replay: Replay, notes: list[str]) -> Incident:
+        found, reason = _explained(step, replay)
+        if reason is not None:
+            notes.append(f"no replay: {reason}. Only the tokens' own numbers were looked at")
+        shares = np.zeros(len(step.tokens))
+        chosen = found.tokens[: self.top_k]
+        own = find(step, shares, chosen, {}, self.limits.silenced_log_ratio)
+        everybody = step.ranks.gather((own, found.where))
+        culprits = [c for findings, _ in everybody for c in findings.candidates]
+        where = list(dict.fromkeys(sentence for _, sentences in everybody for sentence in sentences))
+        verdict = not_finite(culprits[: self.top_k], where)
+        return self._incident(step, verdict, shares, "nonfinite", list(found.attempts), notes, replay)
+
+    def _without_replay(self, tokens: Tokens, notes: list[str]) -> Incident:
+        step = Step(self.batches, tokens, math.nan, self.scale, self.ranks)
+        if not notes:
+            notes.append("no replay was given. Tokens are ranked by what is known without one: loss_weight and ratios")
+        bad = bool(sum(self.ranks.sum([float((~np.isfinite(tokens.weight)).sum())])))
+        if bad:
+            found = explain(step, None)
+            own = find(step, np.zeros(len(tokens)), found.tokens[: self.top_k], {}, self.limits.silenced_log_ratio)
+            everybody = self.ranks.gather((own, found.where))
+            culprits = [c for findings, _ in everybody for c in findings.candidates][: self.top_k]
+            where = [sentence for _, sentences in everybody for sentence in sentences]
+            return self._incident(step, not_finite(culprits, where), np.zeros(len(tokens)), "ratios", [], notes, None)
+        return self._judged(step, _by_weight(tokens), None, [], "ratios", notes, None, estimated=True)
+
+    def _judged(
+        self,
+        step: Step,
+        shares: Floats,
+        verification: Verification | None,
+        attempts: list[Attempt],
+        method: str,
+        notes: list[str],
+        replay: Replay | None,
+        believed: Shares | None = None,
+        estimated: bool = False,
+    ) -> Incident:
+        known = {} if verification is None else {v.token: v for v in verification.tokens}
+        own = find(step, shares, self._candidates(step, shares), known, self.limits.silenced_log_ratio)
+        findings: list[Findings] = step.ranks.gather(own)
+        verdict = judge(findings, self.limits)
+        verdict = replace(verdict, culprits=verdict.culprits[: self.top_k])
+        incident = self._incident(step, verdict, shares, method, attempts, notes, replay)
+        if estimated:
+            incident = replace(incident, sequences=())
+        if believed is not None and believed.parts:
+            incident = replace(incident, completeness=believed.completeness, parts=believed.parts)
+        if verification is not None and replay is not None:
+            error = step.ranks.max(verification.replay_error)
+            incident = replace(incident, replay_error=error, without_culprits=norm_without(step, replay, verification))
+        return incident
+
+    def _incident(
+        self,
+        step: Step,
+        verdict: Verdict,
+        shares: Floats,
+        method: str,
+        attempts: list[Attempt],
+        notes: list[str],
+        replay: Replay | None,
+    ) -> Incident:
+        mine = [c for c in verdict.culprits if c.rank == step.ranks.rank]
+        rows: dict[tuple[int, int], Culprit] = {}
+        for c in mine:
+            rows.setdefault((c.micro_batch, c.row), c)
+        sequences: list[SequenceShares] = [sequence_shares(step, shares, c) for c in list(rows.values())[:4]]
+        everybody = [s for found in step.ranks.gather(sequences) for s in found]
+        return Incident(
+            step=step.batches[0].step if step.batches else -1,
+            verdict=verdict.kind,
+            evidence=verdict.evidence,
+            advice=verdict.advice,
+            method=method,
+            attempts=tuple(attempts),
+            grad_norm=step.norm,
+            culprits=verdict.culprits,
+            sequences=tuple(everybody),
+            norms={} if replay is None else layer_norms(replay.names, list(replay.gradient)),
+            controls=controls_on(verdict.culprits, step.norm),
+            notes=tuple(notes),
+            environment=_environment(step, replay),
+        )
+
+    def _candidates(self, step: Step, shares: Floats) -> Ints:
+        """Indices of this rank's tokens among the `top_k` of all ranks, worst first."""
+        order = np.argsort(-np.abs(np.nan_to_num(shares)), kind="stable")[: self.top_k]
+        everybody = step.ranks.gather([float(abs(shares[t])) for t in order])
+        least = sorted((x for found in everybody for x in found), reverse=True)[: self.top_k]
+        return np.array([t for t in order if least and abs(shares[t]) >= least[-1] and shares[t] != 0], dtype=np.int64)
+
+    def _first(self, step: Step, shares: Floats, worth: Ints) -> Ints:
+        """Of this rank's, those among the first `verified` of all ranks."""
+        everybody = step.ranks.gather([float(abs(shares[t])) for t in worth])
+        least = sorted((x for found in everybody for x in found), reverse=True)[: self.verified]
+        return np.array([t for t in worth if least and abs(shares[t]) >= least[-1]], dtype=np.int64)
+
+
+def _explained(step: Step, replay: Replay) -> tuple[NonFinite, str | None]:
+    """With the replay where that works on all ranks, without it elsewhere."""
+    try:
+        return explain(step, replay), None
+    except Exception as e:
+        return explain(step, None), f"{type(e).__name__}: {e}".splitlines()[0]
+
+
+def _by_weight(tokens: Tokens) -> Floats:
+    """A stand-in for the shares where nothing can be replayed: |weight| of all, as if all tokens pulled alike."""
+    weight = np.abs(np.nan_to_num(tokens.weight, posinf=0.0))
+    total = weight.sum()
+    return weight / total if total > 0 else weight
+
+
+def _believed(attempts: Sequence[Attempt]) -> str:
+    return next(a.method for a in attempts if a.believed)
+
+
+def _environment(step: Step, replay: Replay | None) -> dict[str, str]:
+    found = {"torch": torch.__version__, "ranks": str(step.ranks.size)}
+    if replay is not None:
+        found["device"] = str(replay.parameters[0].device)
+        found["dtype"] = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in replay.parameters}))
+    return found

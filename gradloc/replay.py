@@ -1,0 +1,247 @@
+"""Running a step's micro-batches again: exactly, and without a trace.
+
+`Replay` is what the methods of this room ask for; `ModelReplay` is it for a model and the micro-batches' own
+``TokenBatch.replay``. Nothing here touches .grad, and what is moved is put back from a copy, since adding and
+subtracting a step does not bring back the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from seismograd.telemetry.forward_state import kept_buffers
+from seismograd.telemetry.records import TokenBatch
+
+Gradient = list[Tensor | None]
+LOGP = "logp"
+
+
+class Replay(Protocol):
+    """The step's forwards, run again.
+
+    Attributes:
+        parameters: the trained ones that have a gradient, P of them.
+        names: (P,) their names in the model.
+        gradient: (P,) the step's own gradient G.
+        precise: whether the forward computes in float32, so that rounding hides nothing.
+    """
+
+    parameters: Sequence[Tensor]
+    names: Sequence[str]
+    gradient: Sequence[Tensor]
+    precise: bool
+
+    def forward(self, i: int) -> Mapping[str, Tensor]:
+        """The outputs of micro-batch `i` at the parameters' present values, under its own random numbers and autocast:
+        "logp" (B, T-1), and those of ``TokenBatch.others`` that have a weight in the loss.
+        """
+
+    def backward(self, i: int, weights: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, Gradient]]:
+        """For each of the weightings of the outputs: logp (B, T-1) as replayed, and sum(weight * output)'s gradient."""
+
+    def kept(self) -> AbstractContextManager[None]:
+        """Everything that a forward may change is as before when the context ends."""
+
+    def movable(self) -> AbstractContextManager[Callable[[float], None]]:
+        """A function that sets the parameters to theta + distance * G; theta is back when the context ends."""
+
+    def first_nonfinite(self, i: int | None) -> str | None:
+        """Name of the first module in micro-batch `i`'s forward whose output is not finite though its inputs are."""
+
+    def dual(self) -> AbstractContextManager[None]:
+        """Within it, forwards carry the derivative along G (``torch.autograd.forward_ad``)."""
+
+
+class ModelReplay:
+    """Replays through ``TokenBatch.replay``.
+
+    Args:
+        model: whose forward the micro-batches' replays run.
+        batches: of the step.
+
+    Raises:
+        ValueError: no parameter has a gradient, or a micro-batch has no replay.
+    """
+
+    def __init__(self, model: nn.Module, batches: Sequence[TokenBatch]) -> None:
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.grad is not None]
+        if not named:
+            raise ValueError("no parameter has a gradient")
+        if any(batch.replay is None for batch in batches):
+            raise ValueError("a micro-batch has no replay: give run.tokens(replay=...)")
+        self._model, self._batches = model, batches
+        self.names: Sequence[str] = [n for n, _ in named]
+        self.parameters: Sequence[Tensor] = [p for _, p in named]
+        self.gradient: Sequence[Tensor] = [p.grad for _, p in named]  # type: ignore[misc]
+        self.precise = all(p.element_size() >= 4 for p in model.parameters()) and not any(
+            batch.state is not None and batch.state.autocast is not None for batch in batches
+        )
+        self._set_aside = False  # reentrant checkpointing refuses torch.autograd.grad
+
+    def forward(self, i: int) -> Mapping[str, Tensor]:
+        batch = self._batches[i]
+        assert batch.replay is not None
+        with ExitStack() as stack:
+            if batch.state is not None:
+                stack.enter_context(batch.state.restored())
+            if batch.replay_all is not None:
+                return batch.replay_all()
+            return {LOGP: batch.replay()}
+
+    def backward(self, i: int, weights: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, Gradient]]:
+        if self._set_aside:
+            yield from (self._backward_alone(i, w) for w in weights)
+            return
+        with torch.enable_grad():
+            outputs = self.forward(i)
+        for position, weight in enumerate(weights):
+            last = position == len(weights) - 1
+            try:
+                found = torch.autograd.grad(
+                    _loss(outputs, weight), list(self.parameters), retain_graph=not last, allow_unused=True
+                )
+            except RuntimeError as e:
+                if position or "checkpoint" not in str(e).lower():
+                    raise
+                self._set_aside = True
+                yield from self.backward(i, weights)
+                return
+            yield outputs[LOGP].detach(), list(found)
+
+    def _backward_alone(self, i: int, weight: Mapping[str, Tensor]) -> tuple[Tensor, Gradient]:
+        """By .backward(), with the step's gradients set aside meanwhile."""
+        kept = [p.grad for p in self.parameters]
+        try:
+            for p in self.parameters:
+                p.grad = None
+            with torch.enable_grad():
+                outputs = self.forward(i)
+                _loss(outputs, weight).backward()  # type: ignore[no-untyped-call]
+            return outputs[LOGP].detach(), [p.grad for p in self.parameters]
+        finally:
+            for p, grad in zip(self.parameters, kept, strict=True):
+                p.grad = grad
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Buffers (running statistics, routers' counters), each module's train mode, the default random numbers."""
+        training = [(module, module.training) for module in self._model.modules()]
+        device = self.parameters[0].device
+        devices = [] if device.type == "cpu" else [device]
+        kind = "cuda" if not devices else device.type
+        with torch.random.fork_rng(devices=devices, device_type=kind), kept_buffers(self._model):
+            try:
+                yield
+            finally:
+                for module, mode in training:
+                    module.training = mode
+
+    @contextmanager
+    def movable(self) -> Iterator[Callable[[float], None]]:
+        """In place, on `.data`, so that no graph of the user's takes notice.
+
+        Parameters of less than 32 bits cannot hold a small step: float32 copies stand in for them, and the forward
+        computes in float32.
+        """
+        if any(p.element_size() < 4 for p in self.parameters):
+            with self._standing_in() as move:
+                yield move
+            return
+        with torch.no_grad():
+            data = [p.data for p in self.parameters]
+            before = [x.clone() for x in data]
+            try:
+                yield lambda distance: _set(data, before, list(self.gradient), distance)
+            finally:
+                torch._foreach_copy_(data, before)
+
+    @contextmanager
+    def _standing_in(self) -> Iterator[Callable[[float], None]]:
+        with torch.no_grad():
+            wide = {
+                name: p.detach().to(torch.float32, copy=True)
+                for name, p in self._model.named_parameters()
+                if p.is_floating_point()
+            }
+            moved = [wide[name] for name in self.names]
+            before = [p.detach().float() for p in self.parameters]  # exact: widening loses nothing
+            gradient = [g.float() for g in self.gradient]
+            with _swapped(self._model, wide):
+                yield lambda distance: _set(moved, before, gradient, distance)
+
+    @torch.no_grad()
+    def first_nonfinite(self, i: int | None) -> str | None:
+        if i is None:
+            return None
+        found: list[str] = []
+
+        def look(name: str, inputs: Any, output: Any) -> None:
+            if not found and _finite(inputs) and not _finite(output):
+                found.append(name)
+
+        handles = [
+            module.register_forward_hook(lambda _, inputs, output, name=name: look(name, inputs, output))
+            for name, module in self._model.named_modules()
+            if not any(module.children())
+        ]
+        try:
+            self.forward(i)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found[0] if found else None
+
+    @contextmanager
+    def dual(self) -> Iterator[None]:
+        # The fused attention kernels have no forward derivative.
+        from torch.autograd import forward_ad
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+            duals = {
+                name: forward_ad.make_dual(p.detach(), g.detach().to(p.dtype))  # type: ignore[no-untyped-call]
+                for name, p, g in zip(self.names, self.parameters, self.gradient, strict=True)
+            }
+            with _swapped(self._model, duals):
+                yield
+
+
+def _finite(x: Any) -> bool:
+    """Whether all floating-point tensors in it are."""
+    if isinstance(x, Tensor):
+        return not x.is_floating_point() or bool(x.isfinite().all())
+    return all(map(_finite, x)) if isinstance(x, (tuple, list)) else True
+
+
+def _set(data: list[Tensor], before: list[Tensor], gradient: list[Tensor], distance: float) -> None:
+    torch._foreach_copy_(data, before)
+    torch._foreach_add_(data, gradient, alpha=distance)
+
+
+def _loss(outputs: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Tensor:
+    """sum of weight * output, only over outputs that have a weight: 0 times what is not finite would be NaN."""
+    terms = []
+    for name, w in weight.items():
+        chosen = w != 0
+        terms.append((outputs[name][chosen] * w[chosen].to(outputs[name].dtype)).sum())
+    return torch.stack(terms).sum()
+
+
+@contextmanager
+def _swapped(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """The model's forward takes these tensors for its parameters; tied weights stay tied, and all is put back."""
+    by_id = {id(p): tensors[name] for name, p in model.named_parameters() if name in tensors}
+    # The keys stay where they are, so that the order of the parameters does; as torch.func.functional_call does it.
+    owners = [(m._parameters, key, p) for m in model.modules() for key, p in m._parameters.items() if id(p) in by_id]
+    try:
+        for parameters, key, p in owners:
+            parameters[key] = by_id[id(p)]  # type: ignore[assignment]
+        yield
+    finally:
+        for parameters, key, p in owners:
+            parameters[key] = p

@@ -1,0 +1,46 @@
+"""What each control would have done to the culprits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seismograd.controls.tokenclip import icepop, tis
+from seismograd.telemetry.incidents import Culprit
+
+_TOKEN_CONTROLS: Mapping[str, Callable[[Tensor], Tensor]] = {"tis": tis, "icepop": icepop}
+
+
+def controls_on(culprits: Sequence[Culprit], norm: float) -> dict[str, dict[str, Any]]:
+    """By control: the weight that it leaves each culprit's ratio, and |G| with it acting on the worst culprit alone."""
+    ratios = [c.log_ratio for c in culprits]
+    if not culprits or any(r is None for r in ratios):
+        return {}
+    log_ratio = torch.tensor([r or 0.0 for r in ratios], dtype=torch.float64)
+    found: dict[str, dict[str, Any]] = {}
+    for name, control in _TOKEN_CONTROLS.items():
+        left = control(log_ratio)
+        # The loss holds the token with its whole ratio; the control replaces it.
+        kept = [float(w) / math.exp(min(float(r), 700.0)) for w, r in zip(left, log_ratio, strict=True)]
+        found[name] = {"weights": [float(w) for w in left], "grad_norm": _norm(culprits[0], norm, kept[0])}
+    sums = [c.sequence_log_ratio for c in culprits]
+    if all(s is not None for s in sums):
+        inside = [math.log(0.5) <= (s or 0.0) <= math.log(2.0) for s in sums]
+        found["mis"] = {
+            "weights": [float(x) for x in inside],
+            "grad_norm": None if inside[0] else _norm(culprits[0], norm, 0.0),
+        }
+    return found
+
+
+def _norm(culprit: Culprit, norm: float, kept: float) -> float | None:
+    """|G - (1 - kept) g| from |G|, |g| and g . G; None where g was not verified."""
+    if culprit.grad_norm is None or not math.isfinite(norm) or norm <= 0:
+        return None
+    off = (1 - kept) * culprit.grad_norm / norm
+    square = 1 - 2 * (1 - kept) * culprit.share + off**2
+    return norm * math.sqrt(max(0.0, square))

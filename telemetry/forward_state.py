@@ -1,0 +1,73 @@
+"""What a training forward ran under besides its inputs and weights: random numbers and autocast.
+
+A replay without them is another forward. Under attention dropout, a replay with fresh random numbers gets gradients
+that are wrong by as much as they are long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """Taken right before a forward.
+
+    Args:
+        device: the model's.
+        cpu_rng: the CPU generator's state.
+        device_rng: the device generator's state, or None on a CPU.
+        autocast: the dtype that autocast was casting to, or None where it was off.
+    """
+
+    device: torch.device
+    cpu_rng: Tensor
+    device_rng: Tensor | None
+    autocast: torch.dtype | None
+
+    @classmethod
+    def take(cls, device: torch.device) -> ForwardState:
+        """The present state. Changes nothing and waits for nothing: generators keep their state on the host."""
+        kind = device.type
+        return cls(
+            device=device,
+            cpu_rng=torch.get_rng_state(),
+            device_rng=None if kind == "cpu" else torch.get_device_module(device).get_rng_state(device),
+            autocast=torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The same random numbers and the same autocast; what was before is back afterwards."""
+        kind = self.device.type
+        with ExitStack() as stack:
+            stack.enter_context(
+                torch.random.fork_rng(devices=[])
+                if kind == "cpu"
+                else torch.random.fork_rng(devices=[self.device], device_type=kind)
+            )
+            # Without its cache: a weight cast here must not be found by an autocast of the trainer's.
+            stack.enter_context(
+                torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False)
+            )
+            torch.set_rng_state(self.cpu_rng)
+            if self.device_rng is not None:
+                torch.get_device_module(self.device).set_rng_state(self.device_rng, self.device)
+            yield
+
+
+@contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Buffers that a forward writes (running statistics, routers' token counts) are as before when the context ends."""
+    before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, version, values in before:
+            if buffer._version != version:
+                buffer.data.copy_(values)
