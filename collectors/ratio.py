@@ -107,6 +107,15 @@ def largest_sequence_pull(table: TokenTable) -> float:
     return float(np.abs(sums).max())
 
 
+def largest_log_ratio(table: TokenTable) -> float | None:
+    """max over trained tokens of |log r|, or None where no ratio is known and finite."""
+    if table.rollout_logp is None:
+        return None
+    log_ratio = np.abs(table.logp - table.rollout_logp)[table.trained]
+    known = log_ratio[np.isfinite(log_ratio)]
+    return float(known.max()) if known.size else None
+
+
 def nonfinite_counts(table: TokenTable) -> dict[str, int]:
     """Trained tokens whose value is not finite, by column; columns that the step does not have are left out."""
     columns: Sequence[tuple[str, Floats | None]] = (

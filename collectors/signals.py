@@ -23,6 +23,7 @@ from seismograd.collectors.table import TokenTable
 from seismograd.telemetry.baselines import Robust, RobustState
 from seismograd.telemetry.detector import Detector, measured
 from seismograd.telemetry.faults import Faults, warn
+from seismograd.telemetry.incidents import VERDICTS, Incident
 from seismograd.telemetry.records import ClipSpec, Event, Reading, Row, Spike
 
 # What each part of the token signals is called where it fails, and the function that computes it.
@@ -43,6 +44,7 @@ class SignalWorker:
         faults: fences each part, and is exposed.
         cpu_seconds: thread seconds used so far by the worker and by each sink.
         dropped: readings dropped so far.
+        incidents: writes an incident's files and gives back its path; None where nothing is written.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class SignalWorker:
         faults: Faults,
         cpu_seconds: Callable[[], Mapping[str, float]],
         dropped: Callable[[], int],
+        incidents: Callable[[Incident], str] | None = None,
     ) -> None:
         self._detector, self._faults = detector, faults
-        self._cpu_seconds, self._dropped = cpu_seconds, dropped
+        self._cpu_seconds, self._dropped, self._write_incident = cpu_seconds, dropped, incidents
+        self._incidents = Counter(dict.fromkeys(VERDICTS, 0))
         self._spikes = Counter(dict.fromkeys(signals, 0))
         self._nonfinite: Counter[str] = Counter({"gradient": 0})
         self._zero_steps = 0
@@ -82,6 +86,7 @@ class SignalWorker:
                 "spikes": dict(self._spikes),
                 "nonfinite": dict(self._nonfinite),
                 "zero_steps": self._zero_steps,
+                "incidents": dict(self._incidents),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -92,6 +97,7 @@ class SignalWorker:
             self._spikes = Counter({**self._spikes, **state["spikes"]})
             self._nonfinite = Counter({**self._nonfinite, **state["nonfinite"]})
             self._zero_steps = int(state["zero_steps"])
+            self._incidents = Counter({**self._incidents, **state["incidents"]})
 
     def _step(self, payload: StepPayload) -> tuple[list[Row], list[Event]]:
         readings: list[Reading] = []
@@ -110,9 +116,27 @@ class SignalWorker:
             with self._faults.fence("detect_worker"):
                 spikes += self._detector.judge(payload.step, measured(readings))
         self._spikes.update(spike.signal for spike in spikes)
+        events = [_announced(spike) for spike in spikes]
+        if payload.incident is not None:
+            with self._faults.fence("incident"):
+                readings += self._incident(payload.incident, events)
         readings += [*self._counters(), *self._own_cost(payload)]
         row = Row(payload.step, payload.ended, tuple(readings))
-        return [*(_deployed_row(d, payload.ended) for d in payload.deployed), row], [_announced(s) for s in spikes]
+        return [*(_deployed_row(d, payload.ended) for d in payload.deployed), row], events
+
+    def _incident(self, incident: Incident, events: list[Event]) -> list[Reading]:
+        self._incidents[incident.verdict] += 1
+        path = None if self._write_incident is None else self._write_incident(incident)
+        where = "" if path is None else f" ({path})"
+        events.append(
+            Event("incident", f"{incident.headline()}{where}", incident.step, data={"path": path, **incident.summary()})
+        )
+        if incident.spike is not None:
+            warn(events[-1].message)
+        found = [Reading("gradloc_seconds", incident.seconds)]
+        if incident.completeness is not None:
+            found.append(Reading("gradloc_completeness_ratio", incident.completeness))
+        return found
 
     def _gradients(self, gradients: Gradients, overflow_expected: bool) -> list[Reading]:
         series = gradients.grouping.series
@@ -134,6 +158,7 @@ class SignalWorker:
         return [
             *(Reading("spikes_total", n, {"signal": signal}) for signal, n in self._spikes.items()),
             *(Reading("nonfinite_total", n, {"where": where}) for where, n in self._nonfinite.items()),
+            *(Reading("incidents_total", n, {"verdict": verdict}) for verdict, n in self._incidents.items()),
             Reading("zero_gradient_steps_total", self._zero_steps),
             *(Reading("faults_total", n, {"part": part}) for part, n in self._faults.counts().items()),
             Reading("dropped_readings_total", self._dropped()),

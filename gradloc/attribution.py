@@ -13,7 +13,7 @@ rounding; the ladder goes the way that the curvature says.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ import torch
 from seismograd.gradloc.ranks import Ranks, everywhere
 from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.gradloc.tokens import Floats, Tokens
+from seismograd.gradloc.vectors import along
 from seismograd.telemetry.incidents import Attempt
 from seismograd.telemetry.records import TokenBatch
 
@@ -39,19 +40,32 @@ class Shares:
     Args:
         tokens: (N,) share of each of this rank's tokens; NaN where its replay was not finite.
         parts: sum over all ranks of the tokens' shares ("tokens"), and of the outputs beside logp, by name.
-        completeness: the sum of all parts, which should be 1.
+        replayed: what they should add up to: 1, less the part of G that passes through no replayed output.
     """
 
     tokens: Floats
     parts: dict[str, float] = field(default_factory=dict)
+    replayed: float = 1.0
 
     @property
     def completeness(self) -> float:
-        return sum(self.parts.values())
+        """The sum of all parts over what it should be."""
+        return sum(self.parts.values()) / self.replayed
 
     @property
     def believable(self) -> bool:
-        return abs(self.completeness - 1) <= TOLERANCE
+        return self.replayed > TOLERANCE and abs(self.completeness - 1) <= TOLERANCE
+
+    @property
+    def outcome(self) -> str:
+        """For `Attempt`."""
+        return "believed" if self.believable else f"the shares add up to {self.completeness:.3f}, not to 1"
+
+    @property
+    def named(self) -> dict[str, float]:
+        """All parts of |G|, with what is not replayed."""
+        rest = 1 - self.replayed
+        return {**self.parts, "not replayed": rest} if abs(rest) > TOLERANCE else dict(self.parts)
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,7 @@ def attribute(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]
     heaviest = step.ranks.max(float(np.abs(step.tokens.weight).max(initial=0.0)))
     if not (heaviest > 0 and np.isfinite(heaviest)):
         return None, [Attempt("attribution", "no token has a finite weight in the loss")]
+    replayed: float | None = None
     distance, tried = _FIRST * heaviest * step.scale / step.norm, set[float]()
     with replay.movable() as move:
         for _ in range(_ATTEMPTS):
@@ -98,12 +113,38 @@ def attribute(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]
             if curved <= _CURVED and mismatch > (_SAME if replay.precise else _SAME_ROUNDED):
                 outcome = f"the replay is another forward: its log-probabilities are {mismatch:.2g} nats off"
                 return None, [*attempts, Attempt("attribution", outcome, shares.completeness, 2.0, 0.0, detail)]
-            outcome = "believed" if shares.believable else f"the shares add up to {shares.completeness:.3f}, not to 1"
-            attempts.append(Attempt("attribution", outcome, shares.completeness, forwards=2.0, detail=detail))
+            if not shares.believable and curved <= _CURVED and replayed is None:
+                move(0.0)
+                replayed, attempt = replayed_part(step, replay)
+                attempts.append(attempt)
+            shares = replace(shares, replayed=replayed or 1.0)
+            attempts.append(Attempt("attribution", shares.outcome, shares.completeness, forwards=2.0, detail=detail))
             if shares.believable:
                 return shares, attempts
             distance = _next(distance, tried, curved)
     return None, attempts
+
+
+def replayed_part(step: Step, replay: Replay) -> tuple[float | None, Attempt]:
+    """How much of |G| passes through the replayed outputs: (their whole gradient) . G / |G|^2, by one pass of its own.
+
+    The rest comes from terms of the loss that use the model in other ways: a value head, a regulariser.
+    """
+    found, reason = everywhere(step.ranks, lambda: _along_replayed(step, replay))
+    if reason is not None:
+        return None, Attempt("whole gradient", reason, None, 1.0, 1.0)
+    part = step.ranks.sum([found])[0] / step.norm
+    return part, Attempt("whole gradient", f"{part:.3f} of |G| is replayed", None, 1.0, 1.0)
+
+
+def _along_replayed(step: Step, replay: Replay) -> float:
+    found = 0.0
+    for i, batch in enumerate(step.batches):
+        weights = {LOGP: step.tokens.weights(i, batch.logp), **batch.others}
+        scaled = {name: w * step.scale for name, w in weights.items()}
+        for _, gradient in replay.backward(i, [scaled]):
+            found += along(gradient, replay.gradient, step.norm)
+    return found
 
 
 def _difference(

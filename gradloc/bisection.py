@@ -17,7 +17,6 @@ that it can be measured as published.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +24,9 @@ import torch
 
 from seismograd.gradloc.attribution import Shares, Step
 from seismograd.gradloc.ranks import everywhere
-from seismograd.gradloc.replay import LOGP, Gradient, Replay
+from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.gradloc.tokens import Ints
+from seismograd.gradloc.vectors import Gradient, norm_of
 from seismograd.telemetry.incidents import Attempt
 
 
@@ -178,22 +178,3 @@ class _Search:
         if not self._how.renormalise:
             return segment.norm > self._how.spike * self._step.norm
         return segment.norm > self._spike * tau
-
-
-def norm_of(gradient: Sequence[torch.Tensor | None]) -> float:
-    """L2 norm over all parameters; those without a gradient count nothing.
-
-    Finite gradients have a finite norm here, also where their squares overflow float32.
-    """
-    grads = [g for g in gradient if g is not None]
-    if not grads:
-        return 0.0
-    norm = _root(torch._foreach_norm(grads, 2.0))
-    if not math.isinf(norm):
-        return norm
-    largest = max(float(g.abs().max()) for g in grads)
-    return largest * _root([(g / largest).norm() for g in grads]) if math.isfinite(largest) else norm
-
-
-def _root(norms: Sequence[torch.Tensor]) -> float:
-    return float(torch.linalg.vector_norm(torch.stack([n.double().cpu() for n in norms])))

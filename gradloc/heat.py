@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from seismograd.gradloc.visible import number
 from seismograd.telemetry.incidents import LayerNorms
+from seismograd.telemetry.visible import number
 
 LEVELS = 10
 # Norms further below the largest than this share the palest colour, so that one tiny norm does not flatten the rest.

@@ -5,11 +5,13 @@ For models whose operations all have a forward derivative (fused attention has n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from seismograd.gradloc.attribution import Shares, Step, summed
+from seismograd.gradloc.attribution import Shares, Step, replayed_part, summed
 from seismograd.gradloc.ranks import everywhere
 from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.telemetry.incidents import Attempt
@@ -21,9 +23,14 @@ def differentiate(step: Step, replay: Replay) -> tuple[Shares | None, list[Attem
     if reason is not None:
         return None, [Attempt("jvp", reason, forwards=1.0)]
     shares = summed(step, shares)
-    outcome = "believed" if shares.believable else f"the shares add up to {shares.completeness:.3f}, not to 1"
-    attempt = Attempt("jvp", outcome, shares.completeness, forwards=1.0)
-    return (shares if shares.believable else None), [attempt]
+    attempts = [Attempt("jvp", shares.outcome, shares.completeness, forwards=1.0)]
+    if not shares.believable:
+        replayed, attempt = replayed_part(step, replay)
+        attempts.append(attempt)
+        shares = replace(shares, replayed=replayed or 1.0)
+        if shares.believable:
+            attempts.append(Attempt("jvp", shares.outcome, shares.completeness))
+    return (shares if shares.believable else None), attempts
 
 
 def _derivative(step: Step, replay: Replay) -> Shares:

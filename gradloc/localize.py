@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from seismograd.gradloc.attribution import Shares, Step, attribute
-from seismograd.gradloc.bisection import Bisection, bisect, norm_of
+from seismograd.gradloc.bisection import Bisection, bisect
 from seismograd.gradloc.findings import Findings, find, sequence_shares
 from seismograd.gradloc.jvp import differentiate
 from seismograd.gradloc.nonfinite import NonFinite, explain
 from seismograd.gradloc.ranks import Alone, Ranks, everywhere
 from seismograd.gradloc.replay import ModelReplay, Replay
 from seismograd.gradloc.tokens import Floats, Ints, Tokens
+from seismograd.gradloc.vectors import norm_of
 from seismograd.gradloc.verdict import Thresholds, Verdict, judge, not_finite
 from seismograd.gradloc.verification import Verification, layer_norms, norm_without, verify
 from seismograd.gradloc.whatif import controls_on
@@ -193,7 +194,7 @@ class _Localisation:
         if estimated:
             incident = replace(incident, sequences=())
         if believed is not None and believed.parts:
-            incident = replace(incident, completeness=believed.completeness, parts=believed.parts)
+            incident = replace(incident, completeness=believed.completeness, parts=believed.named)
         if verification is not None and replay is not None:
             error = step.ranks.max(verification.replay_error)
             incident = replace(incident, replay_error=error, without_culprits=norm_without(step, replay, verification))
@@ -261,7 +262,7 @@ def _by_weight(tokens: Tokens) -> Floats:
 
 
 def _believed(attempts: Sequence[Attempt]) -> str:
-    return next(a.method for a in attempts if a.believed)
+    return next(a.method for a in reversed(attempts) if a.believed and a.method != "verification")
 
 
 def _environment(step: Step, replay: Replay | None) -> dict[str, str]:

@@ -17,8 +17,8 @@ from markupsafe import Markup
 
 from seismograd.gradloc import story
 from seismograd.gradloc.heat import Heat, heat
-from seismograd.gradloc.visible import NOT_KNOWN, number, percent, visible
 from seismograd.telemetry.incidents import Incident, SequenceShares
+from seismograd.telemetry.visible import NOT_KNOWN, number, percent, visible
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 # Height of the tallest bar, in em.

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from seismograd.gradloc.vectors import Gradient
 from seismograd.telemetry.forward_state import kept_buffers
+from seismograd.telemetry.patching import Patch
 from seismograd.telemetry.records import TokenBatch
 
-Gradient = list[Tensor | None]
 LOGP = "logp"
 
 
@@ -81,6 +82,7 @@ class ModelReplay:
         self.precise = all(p.element_size() >= 4 for p in model.parameters()) and not any(
             batch.state is not None and batch.state.autocast is not None for batch in batches
         )
+        self._wide = False  # float32 compute, whatever the training's is
         self._set_aside = False  # reentrant checkpointing refuses torch.autograd.grad
 
     def forward(self, i: int) -> Mapping[str, Tensor]:
@@ -88,7 +90,7 @@ class ModelReplay:
         assert batch.replay is not None
         with ExitStack() as stack:
             if batch.state is not None:
-                stack.enter_context(batch.state.restored())
+                stack.enter_context(batch.state.restored(autocast=not self._wide))
             if batch.replay_all is not None:
                 return batch.replay_all()
             return {LOGP: batch.replay()}
@@ -99,12 +101,11 @@ class ModelReplay:
             return
         with torch.enable_grad():
             outputs = self.forward(i)
-        for position, weight in enumerate(weights):
+            losses = [_loss(outputs, weight) for weight in weights]
+        for position, loss in enumerate(losses):
             last = position == len(weights) - 1
             try:
-                found = torch.autograd.grad(
-                    _loss(outputs, weight), list(self.parameters), retain_graph=not last, allow_unused=True
-                )
+                found = torch.autograd.grad(loss, list(self.parameters), retain_graph=not last, allow_unused=True)
             except RuntimeError as e:
                 if position or "checkpoint" not in str(e).lower():
                     raise
@@ -145,20 +146,33 @@ class ModelReplay:
     def movable(self) -> Iterator[Callable[[float], None]]:
         """In place, on `.data`, so that no graph of the user's takes notice.
 
-        Parameters of less than 32 bits cannot hold a small step: float32 copies stand in for them, and the forward
-        computes in float32.
+        A small step drowns in the rounding of 16 bits, so the moved forwards compute in float32. Parameters of 16 bits
+        cannot even hold it: float32 copies stand in for them.
         """
         if any(p.element_size() < 4 for p in self.parameters):
-            with self._standing_in() as move:
+            with self._in_float32(), self._standing_in() as move:
                 yield move
             return
-        with torch.no_grad():
+        with self._in_float32(), torch.no_grad():
             data = [p.data for p in self.parameters]
             before = [x.clone() for x in data]
             try:
                 yield lambda distance: _set(data, before, list(self.gradient), distance)
             finally:
                 torch._foreach_copy_(data, before)
+
+    @contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Forwards without autocast. Accelerate wraps the model's forward in one, and keeps the forward inside."""
+        inside = vars(self._model).get("_original_forward")
+        patch = None if inside is None else Patch(self._model, "forward", inside)
+        self._wide = True
+        try:
+            yield
+        finally:
+            self._wide = False
+            if patch is not None:
+                patch.undo()
 
     @contextmanager
     def _standing_in(self) -> Iterator[Callable[[float], None]]:
@@ -202,7 +216,7 @@ class ModelReplay:
         from torch.autograd import forward_ad
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        with self._in_float32(), torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
             duals = {
                 name: forward_ad.make_dual(p.detach(), g.detach().to(p.dtype))  # type: ignore[no-untyped-call]
                 for name, p, g in zip(self.names, self.parameters, self.gradient, strict=True)

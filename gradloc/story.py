@@ -6,8 +6,8 @@ import datetime
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from seismograd.gradloc.visible import NOT_KNOWN, number, percent
 from seismograd.telemetry.incidents import VERDICTS, Culprit, Incident
+from seismograd.telemetry.visible import NOT_KNOWN, number, percent
 
 Pairs = list[tuple[str, str]]
 

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterator
 
 from seismograd.gradloc import story
-from seismograd.gradloc.visible import NOT_KNOWN, columns, number, percent, visible
 from seismograd.telemetry.incidents import Culprit, Incident, SequenceShares
+from seismograd.telemetry.visible import NOT_KNOWN, columns, number, percent, visible
 
 _BARS = " ▁▂▃▄▅▆▇█"
 # Shares below 0 are drawn as one level: terminals have no blocks that hang from the top.

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from seismograd.gradloc.attribution import Step
-from seismograd.gradloc.bisection import norm_of
-from seismograd.gradloc.replay import LOGP, Gradient, Replay
+from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.gradloc.tokens import Ints
+from seismograd.gradloc.vectors import Gradient, added, along, less, norm_of
 from seismograd.telemetry.incidents import LayerNorms
 from seismograd.telemetry.layers import ALL, Grouping, places
 
@@ -74,7 +74,7 @@ def verify(step: Step, replay: Replay, candidates: Ints) -> Verification:
         forwards += 1
         for token, (logp, gradient) in zip(mine, replay.backward(i, one_each), strict=True):
             found[token] = _verified(step, replay, grouping, token, gradient)
-            total = gradient if total is None else _added(total, gradient)
+            total = gradient if total is None else added(total, gradient)
             error = max(error, _distance(step, i, logp))
     share = 1 / max(1, len(step.batches))
     ordered = tuple(found[int(t)] for t in candidates)
@@ -92,21 +92,16 @@ def norm_without(step: Step, replay: Replay, verification: Verification) -> floa
     if step.ranks.size > 1:
         total = [torch.zeros_like(p) if g is None else g.clone() for p, g in zip(replay.parameters, total, strict=True)]
         step.ranks.add([g for g in total if g is not None])
-    return norm_of(_less(replay.gradient, total))
+    return norm_of(less(replay.gradient, total))
 
 
 def _verified(step: Step, replay: Replay, grouping: Grouping, token: int, gradient: Gradient) -> Verified:
-    along = sum(  # g . G/|G|, divided first, so that no product overflows
-        float((g * (whole / step.norm)).sum(dtype=torch.float64))
-        for g, whole in zip(gradient, replay.gradient, strict=True)
-        if g is not None
-    )
-    rest = _less(replay.gradient, gradient)
+    rest = less(replay.gradient, gradient)
     own = _by_layer(grouping, gradient)
     return Verified(
         token=token,
         norm=norm_of(gradient),
-        share=along / step.norm,
+        share=along(gradient, replay.gradient, step.norm) / step.norm,
         without=norm_of(rest),
         norms=own,
         heterogeneity=_heterogeneity(own, _by_layer(grouping, rest)),
@@ -126,14 +121,6 @@ def _by_layer(grouping: Grouping, gradient: Gradient) -> LayerNorms:
     for (layer, group), norm in list(zip(grouping.series, norms.tolist(), strict=True))[1:]:
         found.setdefault(layer, {})[group] = norm
     return found
-
-
-def _less(whole: Sequence[Tensor], part: Gradient) -> Gradient:
-    return [w if g is None else w - g.to(w.dtype) for w, g in zip(whole, part, strict=True)]
-
-
-def _added(a: Gradient, b: Gradient) -> Gradient:
-    return [x if y is None else y if x is None else x + y for x, y in zip(a, b, strict=True)]
 
 
 def _distance(step: Step, i: int, logp: Tensor) -> float:

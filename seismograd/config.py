@@ -11,6 +11,8 @@ A setting that is passed to `watch` wins over the environment, which wins over t
     probes       SEISMOGRAD_PROBES       shadow=1,deployed=auto
     shadow       SEISMOGRAD_SHADOW       bf16
     clip         SEISMOGRAD_CLIP         0.2,0.28        (eps_low,eps_high; plain loops only)
+    gradloc      SEISMOGRAD_GRADLOC      auto            (or off, or every)
+    text         SEISMOGRAD_TEXT         none            (or full)
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any, TypeGuard
 
 from seismograd.collectors.budget import PROBES, Spacing
 from seismograd.collectors.shadow import DTYPES
+from seismograd.localiser import TEXT, WHEN
 from seismograd.telemetry.records import ClipSpec
 from seismograd.telemetry.sinks import Sink
 
@@ -53,6 +56,10 @@ class Config:
         shadow: the rollout engine's precision, "bf16" or "fp16".
         clip: how a plain loop's loss limits its ratio: one or several `ClipSpec`, an eps for both sides, or (eps_low,
             eps_high). A trainer's is read from its own settings.
+        gradloc: "auto" localises a spike in the step that it is found in, "every" does so on every step (to try it
+            out), "off" never.
+        text: "full" puts texts and ids of the guilty tokens into incidents, "none" leaves both out of all files and
+            sinks.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -66,9 +73,11 @@ class Config:
     probes: Mapping[str, Spacing] = field(default_factory=dict)
     shadow: str = "bf16"
     clip: tuple[ClipSpec, ...] = (ClipSpec(),)
+    gradloc: str = "auto"
+    text: str = "full"
 
     def __post_init__(self) -> None:
-        for check in (_runs, _name, _sinks, _prometheus, _budget, _probes, _shadow, _clip):
+        for check in (_runs, _name, _sinks, _prometheus, _budget, _probes, _shadow, _clip, _choices):
             check(self)
 
     @classmethod
@@ -110,6 +119,8 @@ class Config:
                 {key: str(x) if isinstance(x, float) and math.isinf(x) else x for key, x in vars(spec).items()}
                 for spec in self.clip
             ],
+            "gradloc": self.gradloc,
+            "text": self.text,
         }
 
 
@@ -185,6 +196,13 @@ def _clip(c: Config) -> None:
             raise _refuse("clip", spec, "give a ClipSpec, a tuple of them, or one eps such as 0.2")
 
 
+def _choices(c: Config) -> None:
+    for name, choices in (("gradloc", WHEN), ("text", TEXT)):
+        value = getattr(c, name)
+        if not isinstance(value, str) or value not in choices:
+            raise _refuse(name, value, f"give one of {', '.join(choices)}")
+
+
 def _normal(name: str, value: Any) -> Any:
     """The friendlier forms in which `watch` takes a setting."""
     if name == "runs":
@@ -248,4 +266,6 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "probes": _parse_probes,
     "shadow": str,
     "clip": _parse_clip,
+    "gradloc": str,
+    "text": str,
 }

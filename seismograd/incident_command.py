@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from seismograd.gradloc.terminal import incident_text
-from seismograd.gradloc.visible import visible
 from seismograd.telemetry.incidents import Incident
+from seismograd.telemetry.visible import visible
 
 _NAME = re.compile(r"step-(\d+).*\.json")
 _WIDTHS = (60, 120)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from seismograd.collectors.signals import SignalWorker
 from seismograd.collectors.trainers import PLAIN_LOOP, Adapter, is_grpo_trainer, unsupported
 from seismograd.collectors.trainers.plain import PlainLoop
 from seismograd.config import Config
+from seismograd.gradloc.folder import IncidentFolder
+from seismograd.localiser import GradLoc, decoder
 from seismograd.run import Run
 from seismograd.telemetry.detector import Detector
 from seismograd.telemetry.faults import Faults
@@ -48,6 +50,8 @@ def watch(
     probes: Mapping[str, Spacing] | None = None,
     shadow: str | None = None,
     clip: ClipSpec | Sequence[ClipSpec] | tuple[float, float] | float | None = None,
+    gradloc: str | None = None,
+    text: str | None = None,
 ) -> Run:
     """Watch a run from now on.
 
@@ -58,8 +62,8 @@ def watch(
         trainer: a ``trl.GRPOTrainer``.
         model: the trained model of a plain loop.
         optimizer: of a plain loop; with it, steps that do not clip are watched as well.
-        runs, name, sinks, prometheus, budget, probes, shadow, clip: see `seismograd.Config`, also for the environment
-            variable that stands for each.
+        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text: see `seismograd.Config`, which also
+            names the environment variable that stands for each.
 
     Returns:
         The run. A trainer that is watched already gives its run again, and says so.
@@ -73,14 +77,14 @@ def watch(
         raise TypeError(f"watch() takes a trainer, or a model: watch(trainer), or {PLAIN_LOOP}")
     given = {
         "runs": runs, "name": name, "sinks": sinks, "prometheus": prometheus,
-        "budget": budget, "probes": probes, "shadow": shadow, "clip": clip,
+        "budget": budget, "probes": probes, "shadow": shadow, "clip": clip, "gradloc": gradloc, "text": text,
     }  # fmt: skip
     config = Config.resolve(given)
     alone = _world_size() == 1
     if model is not None:
         # One rank cannot know that a forward of the user's holds no collectives, so it runs none alone.
         settings = config if alone else replace(config, budget=0.0, probes=dict.fromkeys(PROBES, 0))
-        run = _run(model, settings, plain=True)
+        run = _run(model, settings, None, plain=True)
         _attach(run, PlainLoop(model, optimizer, config.clip, run))
         if not alone and _rank() == 0:
             run.degraded(
@@ -97,7 +101,7 @@ def watch(
     if isinstance(already, Run):
         log.warning("seismograd: watch() was called twice; this trainer is watched already, by run %s", already.name)
         return already
-    run = _run(trainer.model, config, plain=False)
+    run = _run(trainer.model, config, decoder(trainer), plain=False)
     if _rank() == 0:
         _attach(run, GRPOAdapter(trainer, run, run))
     return run
@@ -125,7 +129,7 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def _run(model: nn.Module, config: Config, plain: bool) -> Run:
+def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str] | None, plain: bool) -> Run:
     """A run with its hub and its threads, not yet listening to anything. Ranks other than 0 write nothing anywhere."""
     early: list[Event] = []  # what is said before there is a hub to say it to
     mute = _rank() != 0
@@ -146,11 +150,15 @@ def _run(model: nn.Module, config: Config, plain: bool) -> Run:
         faults,
         cpu_seconds=lambda: hub.cpu_seconds(),
         dropped=lambda: hub.dropped(),
+        incidents=None if folder is None else IncidentFolder(folder / "incidents"),
     )
     hub = Hub(worker.process, chosen, info, faults)
     detector = Detector([rule for rule in RULES if rule.judged == "step"])
     budget = ProbeBudget(config.budget, config.probes)
-    monitor = StepMonitor(model, budget, config.shadow, detector, hub, faults)  # type: ignore[arg-type]
+    localiser = None
+    if config.gradloc != "off" and _world_size() == 1:
+        localiser = GradLoc(model, config.gradloc, config.text, decode, name)  # type: ignore[arg-type]
+    monitor = StepMonitor(model, budget, config.shadow, detector, hub, faults, localiser)  # type: ignore[arg-type]
     for event in early:
         hub.event(event)
     return Run(info, hub, worker, detector, monitor, faults, url)

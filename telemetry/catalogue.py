@@ -259,6 +259,34 @@ CATALOGUE = Catalogue(
             kind="counter",
             reduce="same",
         ),
+        # -- explained spikes -------------------------------------------------------------------------------------
+        MetricSpec(
+            "incidents_total",
+            "",
+            "Gradient spikes that GradLoc has explained, by verdict: A.1 token mismatch, A.2 sequence mismatch, B "
+            "layer heterogeneity, W weight outlier, N non-finite, S silenced, D diffuse.",
+            "docs/gradloc.md",
+            labels=("verdict",),
+            kind="counter",
+            reduce="same",
+            cost="triggered",
+        ),
+        MetricSpec(
+            "gradloc_seconds",
+            "seconds",
+            "Wall-clock time that the last localisation took.",
+            _OWN,
+            reduce="max",
+            cost="triggered",
+        ),
+        MetricSpec(
+            "gradloc_completeness_ratio",
+            "ratio",
+            "Sum of all tokens' shares of the gradient norm over what it should be, in the last localisation.",
+            "sum_t w_t (d logp_t / d theta) . G / |G|^2, docs/gradloc.md",
+            reduce="same",
+            cost="triggered",
+        ),
         # -- what reached the engine ------------------------------------------------------------------------------
         MetricSpec(
             "deployed_improvement",

@@ -42,9 +42,10 @@ class ForwardState:
         )
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """The same random numbers and the same autocast; what was before is back afterwards."""
+    def restored(self, autocast: bool = True) -> Iterator[None]:
+        """The same random numbers and the same autocast (or none); what was before is back afterwards."""
         kind = self.device.type
+        cast = autocast and self.autocast is not None
         with ExitStack() as stack:
             stack.enter_context(
                 torch.random.fork_rng(devices=[])
@@ -53,7 +54,7 @@ class ForwardState:
             )
             # Without its cache: a weight cast here must not be found by an autocast of the trainer's.
             stack.enter_context(
-                torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False)
+                torch.autocast(kind, dtype=self.autocast if cast else None, enabled=cast, cache_enabled=False)
             )
             torch.set_rng_state(self.cpu_rng)
             if self.device_rng is not None:

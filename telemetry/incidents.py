@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from seismograd.telemetry.visible import visible
+
 INCIDENT_SCHEMA_VERSION = 1
 
 VERDICTS: Mapping[str, str] = {
@@ -109,7 +111,7 @@ class Attempt:
     """A method that was tried.
 
     Args:
-        method: "attribution", "jvp", "bisect" or "nonfinite".
+        method: "attribution", "jvp", "bisect", "nonfinite", or what supports them: "verification", "whole gradient".
         outcome: "believed", or why it was not.
         completeness: the sum of all shares over what it should be, or None.
         forwards, backwards: of whole micro-batches, over the number of the step's micro-batches: 1.0 is one pass.
@@ -190,7 +192,16 @@ class Incident:
         if self.culprits:
             worst = self.culprits[0]
             who = f"token {worst.text!r} at {worst.where}" if worst.text is not None else worst.where
-        return f"step {self.step}: {self.verdict} {kind}, {who}. {self.advice}"
+        return visible(f"step {self.step}: {self.verdict} {kind}, {who}. {self.advice}")
+
+    def summary(self) -> dict[str, Any]:
+        """What an event carries of it, JSON-serialisable: without the sequences and the norms by layer."""
+        whole = _plain(asdict(self))
+        for key in ("sequences", "norms", "attempts", "environment", "spike"):
+            del whole[key]
+        for culprit in whole["culprits"]:
+            del culprit["norms"]
+        return {"schema_version": INCIDENT_SCHEMA_VERSION, **whole}
 
     def to_json(self) -> str:
         """The published form, one line."""

@@ -156,7 +156,7 @@ RULES: tuple[Rule, ...] = (
         "log_ratio",
         Selection("log_ratio", (_ABS_MAX,)),
         Envelope(floor=_RATIO_OF_THREE),
-        "worker",
+        "step",
         "warning",
         "A token's probability moved far more between rollout and training than usual.",
         "With a negative advantage it inflates the gradient, with a positive one it silences the token: check the "

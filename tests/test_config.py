@@ -21,6 +21,8 @@ ENVIRONMENT = {
     "SEISMOGRAD_PROBES": "shadow=1,deployed=auto",
     "SEISMOGRAD_SHADOW": "fp16",
     "SEISMOGRAD_CLIP": "0.2,0.28",
+    "SEISMOGRAD_GRADLOC": "off",
+    "SEISMOGRAD_TEXT": "none",
 }
 
 
@@ -36,6 +38,8 @@ def test_every_setting_by_environment() -> None:
         probes={"shadow": 1, "deployed": "auto"},
         shadow="fp16",
         clip=(ClipSpec(eps_low=0.2, eps_high=0.28),),
+        gradloc="off",
+        text="none",
     )
     assert config.address == ("0.0.0.0", 9464)
     assert json.loads(json.dumps(config.as_json()))["prometheus"] == "0.0.0.0:9464"
@@ -81,6 +85,9 @@ def test_friendly_forms() -> None:
         ({"probes": {"shadow": 2, "deployed": 3}}, "probes.deployed=3"),
         ({"shadow": ["bf16"]}, "shadow="),
         ({"clip": ()}, "clip="),
+        ({"gradloc": "on"}, "gradloc="),
+        ({"gradloc": True}, "gradloc="),
+        ({"text": "some"}, "text="),
         ({"clip": (0.2, "x")}, "clip="),
         ({"name": ".."}, "name="),
         ({"sinks": ["graphite"]}, "sinks="),

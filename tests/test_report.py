@@ -18,7 +18,6 @@ from seismograd.cli import main
 from seismograd.gradloc.heat import heat
 from seismograd.gradloc.page import incident_page
 from seismograd.gradloc.terminal import incident_text
-from seismograd.gradloc.visible import columns, number, percent, visible
 from seismograd.telemetry.incidents import (
     INCIDENT_SCHEMA_VERSION,
     VERDICTS,
@@ -28,6 +27,7 @@ from seismograd.telemetry.incidents import (
     SequenceShares,
 )
 from seismograd.telemetry.records import Spike
+from seismograd.telemetry.visible import columns, number, percent, visible
 from tests.test_house import TOP, modules_after
 
 EVIL = "<script>alert(1)</script>\"'>"

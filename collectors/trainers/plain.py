@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from seismograd.collectors.monitor import StepMonitor
 from seismograd.collectors.trainers import RunState
 from seismograd.collectors.trainers.plain_batch import token_batch
+from seismograd.telemetry.forward_state import ForwardState
 from seismograd.telemetry.hub import Hub
 from seismograd.telemetry.records import ClipSpec
 
@@ -41,6 +42,7 @@ class PlainLoop:
         self._clipped: set[int] = set()  # ids of the parameters that this step has clipped
         self._unclipped = _Repeats()
         self._last_replay: tuple[Any, ...] = ()
+        self._state: ForwardState | None = None  # of the last training forward that no tokens have come of yet
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -50,6 +52,7 @@ class PlainLoop:
     def attach(self, monitor: StepMonitor, hub: Hub) -> None:
         self._monitor, self._active = monitor, True
         monitor.clips = self._clips
+        self._handles.append(self._model.register_forward_pre_hook(self._before_forward))
         if self._optimizer is not None:
             # Wrappers such as Accelerate's keep the optimizer itself inside.
             inner: Any = getattr(self._optimizer, "optimizer", self._optimizer)
@@ -131,7 +134,8 @@ class PlainLoop:
                     "bind them, as in replay=lambda batch=batch: ...; they are not used",
                 )
                 given["replay"] = None
-            batch = token_batch(self._steps, self._micro_batch, logp, **given)
+            batch = token_batch(self._steps, self._micro_batch, logp, state=self._state, **given)
+            self._state = None
             position = self._monitor.add(batch)
             self._micro_batch += 1
             if position is not None and logp.requires_grad:
@@ -174,6 +178,11 @@ class PlainLoop:
         with self._monitor.guard("tokens"):
             weight = gradient.detach() if scale is None else gradient.detach() / scale
             self._monitor.caught(position, weight if weight.dim() > 1 else weight.unsqueeze(0))
+
+    def _before_forward(self, model: nn.Module, _: Any) -> None:
+        if self._monitor.collecting and torch.is_grad_enabled() and model.training:
+            with self._monitor.guard("adapter"):
+                self._state = ForwardState.take(next(model.parameters()).device)
 
     def _shares_variables(self, replay: Any) -> bool:
         """Whether the step's replay before was the same function of the same variables."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seismograd.telemetry.forward_state import ForwardState
 from seismograd.telemetry.records import TokenBatch
 
 
@@ -27,10 +28,11 @@ def token_batch(
     sequence: Tensor | None,
     staleness: Any,
     engine: bool,
+    state: ForwardState | None,
 ) -> TokenBatch:
     """The micro-batch; packed (N,) tokens become one row.
 
-    Args: see `seismograd.Run.tokens`.
+    Args: see `seismograd.Run.tokens`; `state` is that of the forward, if it was seen.
 
     Raises:
         ValueError: a tensor whose shape does not fit that of `logp`; the message names it.
@@ -52,6 +54,7 @@ def token_batch(
         staleness=_staleness(staleness, flat),
         engine=engine,
         replay=None if replay is None else partial(_replayed, replay, flat.dim()),
+        state=state,
     )
 
 

@@ -29,9 +29,10 @@ from transformers import Trainer, TrainerCallback
 from seismograd.collectors.monitor import StepMonitor
 from seismograd.collectors.shadow import DTYPES
 from seismograd.collectors.trainers import RunState
-from seismograd.collectors.trainers.patching import Patch
 from seismograd.collectors.trainers.trl_loss import clip_specs, loss_masks
+from seismograd.telemetry.forward_state import ForwardState
 from seismograd.telemetry.hub import Hub
+from seismograd.telemetry.patching import Patch
 from seismograd.telemetry.records import TokenBatch
 
 STATE_FILE = "seismograd.json"
@@ -181,23 +182,32 @@ class GRPOAdapter:
         if not (self._active and torch.is_grad_enabled() and model.training):
             return self._compute_loss(model, inputs, *args, **kwargs)
         seen: list[_Forward] = []
-        handle = None
+        states: list[ForwardState] = []
+        handles = []
         with self._monitor.guard("adapter"):
-            handle = model.register_forward_hook(partial(self._saw_forward, seen), with_kwargs=True)
+            handles.append(model.register_forward_pre_hook(partial(self._before_forward, states)))
+            handles.append(model.register_forward_hook(partial(self._saw_forward, seen, states), with_kwargs=True))
         try:
             loss = self._compute_loss(model, inputs, *args, **kwargs)
         finally:
-            if handle is not None:
+            for handle in handles:
                 handle.remove()
         with self._monitor.guard("adapter"):
             self._record(inputs, seen)
         return loss
 
-    def _saw_forward(self, seen: list[_Forward], _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _before_forward(self, states: list[ForwardState], model: nn.Module, _: Any) -> None:
+        with self._monitor.guard("adapter"):
+            states.append(ForwardState.take(self._trainer.accelerator.device))
+
+    def _saw_forward(
+        self, seen: list[_Forward], states: list[ForwardState], _: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         with self._monitor.guard("adapter"):
             log_probs = getattr(output, "log_probs", None)
             if isinstance(log_probs, Tensor) and log_probs.requires_grad:
-                seen.append(_Forward(args, dict(kwargs), log_probs, getattr(output, "entropy", None)))
+                state = states[-1] if states else None
+                seen.append(_Forward(args, dict(kwargs), state, log_probs, _others(output)))
 
     def _watched_clip(self, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -222,15 +232,22 @@ class GRPOAdapter:
             self._seen_tokens = True
             if position is not None:
                 forward.log_probs.register_hook(  # type: ignore[no-untyped-call]
-                    partial(self._caught, position)
+                    partial(self._caught, position, None)
                 )
+                for name, output in forward.others.items():
+                    if output.requires_grad:
+                        output.register_hook(partial(self._caught, position, name))  # type: ignore[no-untyped-call]
         self._micro_batch += 1
 
-    def _caught(self, position: int, gradient: Tensor) -> None:
+    def _caught(self, position: int, name: str | None, gradient: Tensor) -> None:
         with self._monitor.guard("adapter"):
             scaler = getattr(self._trainer.accelerator, "scaler", None)
             scale = getattr(scaler, "_scale", None)
-            self._monitor.caught(position, gradient.detach() if scale is None else gradient.detach() / scale)
+            weight = gradient.detach() if scale is None else gradient.detach() / scale
+            if name is None:
+                self._monitor.caught(position, weight)
+            else:
+                self._monitor.caught_other(position, name, weight)
 
     @torch.no_grad()
     def _batch(self, inputs: Mapping[str, Any], forward: _Forward, rows: slice) -> TokenBatch:
@@ -259,7 +276,7 @@ class GRPOAdapter:
                 _RATIO_SIGNALS, "an on-policy trainer without a rollout engine keeps no log-probs to compare with"
             )
         mask = F.pad(trained, (length - width, 0))
-        left_out |= loss_masks(self._trainer, mask, logp, old, sampling, advantage, forward.entropy)
+        left_out |= loss_masks(self._trainer, mask, logp, old, sampling, advantage, forward.others.get("entropy"))
         return TokenBatch(
             step=self._trainer.state.global_step + 1,
             micro_batch=self._micro_batch,
@@ -274,6 +291,10 @@ class GRPOAdapter:
             staleness=self._staleness(),
             engine=engine,
             replay=partial(_replay, self._trainer.model, forward.args, forward.kwargs) if self._replays else None,
+            replay_all=partial(_replay_all, self._trainer.model, forward.args, forward.kwargs)
+            if self._replays
+            else None,
+            state=forward.state,
         )
 
     def _staleness(self) -> int | None:
@@ -300,12 +321,14 @@ class GRPOAdapter:
 
 @dataclass(frozen=True)
 class _Forward:
-    """One forward with grad that compute_loss made: (b, T-1) log-probs and entropy, and how to run it again."""
+    """One forward with grad that compute_loss made: (b, T-1) log-probs, what else the loss may take from it, and how to
+    run it again."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(repr=False)
+    state: ForwardState | None
     log_probs: Tensor
-    entropy: Tensor | None
+    others: Mapping[str, Tensor]
 
 
 class StepCallback(TrainerCallback):
@@ -356,3 +379,15 @@ def _replay(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """The same forward again; (b, T-1) log-probs."""
     log_probs: Tensor = model(*args, **kwargs).log_probs
     return log_probs
+
+
+def _replay_all(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The same forward again, with all that the loss may take from it."""
+    output = model(*args, **kwargs)
+    return {"logp": output.log_probs, **_others(output)}
+
+
+def _others(output: Any) -> dict[str, Tensor]:
+    """Outputs beside log_probs that TRL's loss has terms of: the entropy bonus and the router's load balancing."""
+    found = {"entropy": getattr(output, "entropy", None), "router": getattr(output, "aux_loss", None)}
+    return {name: x for name, x in found.items() if isinstance(x, Tensor)}

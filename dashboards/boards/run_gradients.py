@@ -105,6 +105,27 @@ def detection() -> list[Panel]:
             steps=True,
         ),
         lines(
+            "Incidents by verdict",
+            Query(series("incidents_total"), "{{verdict}}"),
+            note=_COUNTED,
+            width=12,
+            low=0,
+            soft=(0, 1),
+            steps=True,
+        ),
+        lines(
+            "Time of the last localisation",
+            Query(series("gradloc_seconds"), "seconds"),
+            width=6,
+            low=0,
+        ),
+        lines(
+            "Completeness of the last localisation",
+            Query(series("gradloc_completeness_ratio"), "sum of shares"),
+            width=6,
+            soft=(0.9, 1.1),
+        ),
+        lines(
             "Deployed improvement",
             Query(series("deployed_improvement"), "improvement"),
             width=12,

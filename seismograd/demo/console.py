@@ -10,7 +10,14 @@ from rich.text import Text
 from seismograd.demo.seen import CELLS, GRAD_NORM, Seen, cell
 from seismograd.telemetry.records import Event, Row, RunInfo
 
-_LOUD = {"spike": "bold white on red", "fault": "bold red", "degraded": "yellow", "gap": "yellow", "note": "dim"}
+_LOUD = {
+    "spike": "bold white on red",
+    "incident": "bold red",
+    "fault": "bold red",
+    "degraded": "yellow",
+    "gap": "yellow",
+    "note": "dim",
+}
 
 
 class ConsoleSink:
@@ -60,6 +67,9 @@ class ConsoleSink:
             self.seen.spikes.append(event)
             signal = event.data.get("signal", "")
             self._out.print(f"SPIKE {signal}  {event.message}", style=_LOUD["spike"])
+        elif event.kind == "incident":
+            self.seen.incidents.append(event)
+            self._out.print(f"INCIDENT {event.message}", style=_LOUD["incident"])
         elif event.kind in _LOUD:
             self._out.print(f"{event.kind}: {event.message}", style=_LOUD[event.kind])
 

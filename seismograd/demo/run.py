@@ -9,15 +9,14 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from seismograd.demo.options import PORT, REAL, TINY, Scale
-from seismograd.telemetry.records import Event
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from seismograd.demo.seen import Seen
     from seismograd.demo.trainer import EngineGRPOTrainer, Planted
 
 EPSILON = 0.06
@@ -86,7 +85,7 @@ def demo(
                 out.print(f"Metrics stay up for {hold:g} s more")
                 time.sleep(hold)
     summary.print_summary(out, sink.seen, trainer.planted, steps, seconds, run.store_path, run.prometheus_url)
-    return 0 if _found(trainer.planted, sink.seen.spikes) else 1
+    return 0 if _found(trainer.planted, sink.seen) else 1
 
 
 def _trainer(out: Console, scale: Scale, *, tiny: bool, steps: int, seed: int, scratch: str) -> EngineGRPOTrainer:
@@ -145,8 +144,14 @@ def _trainer(out: Console, scale: Scale, *, tiny: bool, steps: int, seed: int, s
     return trainer
 
 
-def _found(planted: Planted | None, spikes: Sequence[Event]) -> bool:
-    return planted is None or any(e.step == planted.step and e.data.get("signal") == "grad_norm" for e in spikes)
+def _found(planted: Planted | None, seen: Seen) -> bool:
+    """Whether the planted fault spiked and the first culprit of its incident is the corrupted token."""
+    if planted is None:
+        return True
+    spiked = any(e.step == planted.step and e.data.get("signal") == "grad_norm" for e in seen.spikes)
+    from seismograd.demo.summary import names
+
+    return spiked and any(names(e, planted, e.data["culprits"][0]) for e in seen.incidents if e.data["culprits"])
 
 
 def _quieten() -> None:

@@ -20,13 +20,14 @@ def cell(name: str) -> tuple[str, ...]:
 
 
 class Seen:
-    """The readings by series, as they came, and the spikes.
+    """The readings by series, as they came, the spikes and the incidents.
 
     A series is the metric's name and its label values, see `seismograd.telemetry.records.Reading.series`.
     """
 
     def __init__(self) -> None:
         self.spikes: list[Event] = []
+        self.incidents: list[Event] = []
         self._values: dict[tuple[str, ...], dict[int, float]] = {}
 
     def add(self, row: Row) -> None:

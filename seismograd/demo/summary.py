@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from seismograd.demo.console import number, percent
 from seismograd.demo.seen import CELLS, GRAD_NORM, Seen, cell
 from seismograd.demo.trainer import Planted
+from seismograd.telemetry.incidents import VERDICTS
 from seismograd.telemetry.records import Event
 from seismograd.telemetry.rules import RULES
+from seismograd.telemetry.visible import visible
 
 _ADVICE = {rule.signal: rule.advice for rule in RULES}
 
@@ -47,12 +51,16 @@ def print_summary(
     out.print("          legitimate: clipped by the actual and the clean ratio; phantom: only by the actual one,")
     out.print("          precision noise took the gradient; hidden: only by the clean one; open: by neither")
     _spikes(out, seen.spikes, planted)
+    _incidents(out, seen.incidents, planted)
     _cost(out, seen)
     out.print("Where to look", style="bold")
     if url is not None:
         out.print(f"  metrics    curl {url} while it runs; --hold 600 keeps it up for ten minutes more")
     if store is not None:
         out.print(f"  run        {store.parent}")
+        for event in seen.incidents:
+            if event.data.get("path"):
+                out.print(f"  incident   seismograd incident {event.data['path']}, or the .html beside it in a browser")
         out.print(f"  spikes     sqlite3 {store} \"select step, message from events where kind = 'spike'\"")
 
 
@@ -75,6 +83,34 @@ def _spikes(out: Console, spikes: list[Event], planted: Planted | None) -> None:
         out.print(f"    look at: {_ADVICE.get(signals[0], '')}")
     if planted is not None and not any(event.step == planted.step for event in spikes):
         out.print(f"  NOTHING fired on the planted fault of step {planted.step}", style="bold red")
+
+
+def _incidents(out: Console, incidents: list[Event], planted: Planted | None) -> None:
+    """What GradLoc found, from the gradients of the same step."""
+    out.print("Incidents", style="bold")
+    if not incidents:
+        out.print("  none")
+    for event in incidents:
+        data = event.data
+        out.print(f"  step {event.step}: {data['verdict']}, {VERDICTS[data['verdict']]}")
+        for culprit in data["culprits"][:3]:
+            text = visible(f"...{culprit['before'] or ''}[{culprit['text']}]{culprit['after'] or ''}...")
+            ours = planted is not None and names(event, planted, culprit)
+            out.print(
+                f"    row {culprit['row']}, position {culprit['position']}, {culprit['share']:.0%} of |G|"
+                + (": the token that the demo corrupted" if ours else "")
+            )
+            out.print(f"      {text}", markup=False)
+        for sentence in data["evidence"]:
+            out.print(f"    because {sentence}")
+        out.print(f"    cure: {data['advice']}")
+        sums = "" if data["completeness"] is None else f", the tokens' shares add up to {data['completeness']:.4f} |G|"
+        out.print(f"    by {data['method']}, in {data['seconds']:.2f} s{sums}")
+
+
+def names(event: Event, planted: Planted, culprit: Mapping[str, Any]) -> bool:
+    """Whether the culprit is the planted token."""
+    return event.step == planted.step and (culprit["row"], culprit["position"]) == (planted.row, planted.position)
 
 
 def _cost(out: Console, seen: Seen) -> None:

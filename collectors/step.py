@@ -1,0 +1,74 @@
+"""The step in progress: what the training thread knows of it so far, and what the rules look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from seismograd.collectors.payload import Deployed, Gradients
+from seismograd.collectors.ratio import largest_log_ratio, largest_sequence_pull, nonfinite_counts
+from seismograd.collectors.table import TokenTable
+from seismograd.telemetry.detector import Measured
+from seismograd.telemetry.incidents import Incident
+from seismograd.telemetry.records import Spike, TokenBatch
+
+
+@dataclass
+class Step:
+    """Filled in by `StepMonitor` as the step goes.
+
+    Args:
+        number: optimizer step.
+        began: time.perf_counter() at its begin.
+        batches: its micro-batches so far.
+        prepared: whether it has been probed, read and judged.
+        shadowed: whether its batches have the shadow's log-probs.
+        tokens, gradients, spikes, deployed: once they are known.
+        incident: the spike's localisation, where one ran.
+    """
+
+    number: int
+    began: float
+    batches: list[TokenBatch] = field(default_factory=list)
+    prepared: bool = False
+    shadowed: bool = False
+    tokens: TokenTable | None = None
+    gradients: Gradients | None = None
+    spikes: tuple[Spike, ...] = ()
+    deployed: tuple[Deployed, ...] = ()
+    incident: Incident | None = None
+
+
+def measured_in(step: Step, overflow_expected: bool) -> Mapping[str, Measured]:
+    """What the rules of kind "step" look at.
+
+    Args:
+        step: once its tokens and gradients are known.
+        overflow_expected: the loss is scaled, so that non-finite gradients are routine.
+    """
+    found: dict[str, Measured] = {}
+    nonfinite: dict[str, int] = {}
+    if step.gradients is not None:
+        series = step.gradients.grouping.series
+        found["grad_norm"] = Measured([{"layer": a, "group": b} for a, b in series], step.gradients.norms)
+        if not overflow_expected:
+            nonfinite["gradient"] = step.gradients.nonfinite
+    if step.tokens is not None:
+        nonfinite |= nonfinite_counts(step.tokens)
+        if overflow_expected:
+            nonfinite.pop("loss_weight", None)
+        weight = step.tokens.loss_weight
+        if weight is not None and (ok := step.tokens.trained & np.isfinite(weight)).any():
+            largest = np.array([np.abs(weight[ok]).max()])
+            found["loss_weight"] = Measured([{"stat": "abs_max"}], largest)
+            if step.tokens.sequences_known:
+                found["sequence_loss_weight"] = Measured([{}], np.array([largest_sequence_pull(step.tokens)]))
+        ratio = largest_log_ratio(step.tokens)
+        if ratio is not None:
+            found["log_ratio"] = Measured([{"stat": "abs_max"}], np.array([ratio]))
+    if nonfinite:
+        counts = np.array(list(nonfinite.values()), dtype=np.float64)
+        found["nonfinite_total"] = Measured([{"where": where} for where in nonfinite], counts)
+    return found

@@ -1,0 +1,47 @@
+"""Gradients as vectors: a list of tensors, one a parameter, None where a parameter has none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Gradient = list[Tensor | None]
+
+
+def norm_of(gradient: Sequence[Tensor | None]) -> float:
+    """L2 norm over all parameters.
+
+    Finite gradients have a finite norm here, also where their squares overflow float32.
+    """
+    grads = [g for g in gradient if g is not None]
+    if not grads:
+        return 0.0
+    norm = _root(torch._foreach_norm(grads, 2.0))
+    if not math.isinf(norm):
+        return norm
+    largest = max(float(g.abs().max()) for g in grads)
+    return largest * _root([(g / largest).norm() for g in grads]) if math.isfinite(largest) else norm
+
+
+def along(gradient: Sequence[Tensor | None], whole: Sequence[Tensor], norm: float) -> float:
+    """g . G / |G|. Divided first, so that no product overflows."""
+    return sum(
+        float((g * (w / norm)).sum(dtype=torch.float64)) for g, w in zip(gradient, whole, strict=True) if g is not None
+    )
+
+
+def less(whole: Sequence[Tensor], part: Sequence[Tensor | None]) -> Gradient:
+    """G - g."""
+    return [w if g is None else w - g.to(w.dtype) for w, g in zip(whole, part, strict=True)]
+
+
+def added(a: Gradient, b: Gradient) -> Gradient:
+    """a + b."""
+    return [x if y is None else y if x is None else x + y for x, y in zip(a, b, strict=True)]
+
+
+def _root(norms: Sequence[Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([n.double().cpu() for n in norms])))

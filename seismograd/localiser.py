@@ -1,0 +1,92 @@
+"""Joins GradLoc to a run: which spikes are explained, and what of the text may be told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from seismograd.gradloc import Incident, localize
+from seismograd.telemetry.incidents import Culprit, SequenceShares
+from seismograd.telemetry.records import Spike, TokenBatch
+
+When = Literal["auto", "off", "every"]
+WHEN: tuple[When, ...] = ("auto", "off", "every")
+Text = Literal["full", "none"]
+TEXT: tuple[Text, ...] = ("full", "none")
+
+_CONTEXT = 24  # tokens before a culprit, and half as many after it
+
+
+class GradLoc:
+    """Explains a step's spikes by `seismograd.gradloc.localize`.
+
+    Args:
+        model: the trained model.
+        when: "auto" explains the first spike of each signal within its cool-down, "every" every step (to try it out).
+        text: "none" leaves texts and ids out of the incident.
+        decode: token ids to text, or None where the loop has given none.
+        run: its name.
+    """
+
+    def __init__(
+        self, model: nn.Module, when: When, text: Text, decode: Callable[[Sequence[int]], str] | None, run: str
+    ) -> None:
+        self._model, self._when, self._text, self._run = model, when, text, run
+        self._decode = decode if text == "full" else None
+
+    def wants(self, spikes: Sequence[Spike]) -> bool:
+        """Whether they are to be explained."""
+        return self._when == "every" or (self._when == "auto" and any(not spike.repeat for spike in spikes))
+
+    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike]) -> Incident:
+        """The incident of this step, from gradients that have not been clipped yet."""
+        replayable = all(batch.replay is not None for batch in batches)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the user's model, which has said it before
+            incident = localize(batches, self._model if replayable else None)
+        first = next((s for s in spikes if not s.repeat), spikes[0] if spikes else None)
+        return replace(
+            incident,
+            step=step,
+            run=self._run,
+            spike=None if first is None else asdict(first),
+            culprits=tuple(self._told(c, batches) for c in incident.culprits),
+            sequences=tuple(self._told_sequence(s, batches) for s in incident.sequences),
+        )
+
+    def _told(self, c: Culprit, batches: Sequence[TokenBatch]) -> Culprit:
+        if self._text == "none":
+            return replace(c, token_id=None, text=None, before=None, after=None)
+        ids = _ids(batches, c.micro_batch)
+        if self._decode is None or ids is None or c.token_id is None:
+            return c
+        row = ids[c.row].tolist()
+        return replace(
+            c,
+            text=self._decode([c.token_id]),
+            before=self._decode(row[max(0, c.position - _CONTEXT) : c.position]),
+            after=self._decode(row[c.position + 1 : c.position + 1 + _CONTEXT // 2]),
+        )
+
+    def _told_sequence(self, s: SequenceShares, batches: Sequence[TokenBatch]) -> SequenceShares:
+        ids = _ids(batches, s.micro_batch)
+        if self._decode is None or ids is None or ids.shape[0] <= s.row or ids.shape[1] <= max(s.positions, default=0):
+            return s
+        row = ids[s.row].tolist()
+        return replace(s, texts=tuple(self._decode([row[p]]) for p in s.positions))
+
+
+def _ids(batches: Sequence[TokenBatch], i: int) -> Tensor | None:
+    ids = batches[i].input_ids
+    return None if ids is None or ids.dim() != 2 else ids.detach().cpu()
+
+
+def decoder(trainer: Any) -> Callable[[Sequence[int]], str] | None:
+    """The trainer's tokenizer as a function of ids, or None where it has none."""
+    processing = getattr(trainer, "processing_class", None)
+    decode = getattr(processing, "decode", None) or getattr(getattr(processing, "tokenizer", None), "decode", None)
+    return None if decode is None else lambda ids: str(decode(list(ids)))
