@@ -4,7 +4,7 @@
 """
 
 from seismograd.gradloc.bisection import Bisection
-from seismograd.gradloc.localize import METHODS, Method, localize
+from seismograd.gradloc.localisation import METHODS, Method, localize
 from seismograd.gradloc.ranks import Alone, Group, Ranks
 from seismograd.gradloc.replay import ModelReplay, Replay
 from seismograd.gradloc.verdict import Thresholds

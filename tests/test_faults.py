@@ -16,12 +16,12 @@ from tests.test_trl import same, trained
 # The part under which a fault is counted, and the function that is made to raise.
 PLACES = [
     ("norms", "seismograd.collectors.monitor.take_norms"),
-    ("probe_shadow", "seismograd.collectors.monitor.shadow_logp"),
-    ("probe_deployed", "seismograd.collectors.monitor.StepMonitor._gain"),
+    ("probe_shadow", "seismograd.collectors.probes.shadow_logp"),
+    ("probe_deployed", "seismograd.collectors.probes.Probes._gain"),
     ("transfer", "seismograd.collectors.transfer.Transfer.fetch"),
     ("transfer", "seismograd.collectors.table.TokenTable.of"),
     ("transfer", "seismograd.telemetry.layers.Grouping.of"),
-    ("detect", "seismograd.collectors.monitor.largest_sequence_pull"),
+    ("detect", "seismograd.collectors.step.largest_sequence_pull"),
     ("detect", "seismograd.telemetry.detector._Watch.judge"),
     ("detect", "seismograd.telemetry.baselines.EnvelopeState.judge"),
     ("detect_worker", "seismograd.telemetry.baselines.RobustState.judge"),
@@ -30,12 +30,18 @@ PLACES = [
     ("step", "seismograd.collectors.budget.ProbeBudget.due"),
     ("transfer", "seismograd.collectors.budget.ProbeBudget.spent"),
     ("step", "seismograd.collectors.budget.ProbeBudget.ran"),
-    ("step", "seismograd.collectors.monitor.Stopwatch"),
+    ("step", "seismograd.collectors.probes.Stopwatch"),
     ("step", "seismograd.collectors.monitor.StepMonitor._judge"),
     ("adapter", "seismograd.collectors.trainers.trl.GRPOAdapter._batch"),
     ("adapter", "seismograd.collectors.trainers.trl.GRPOAdapter._staleness"),
     ("clip_settings", "seismograd.collectors.trainers.trl.clip_specs"),
     ("adapter", "seismograd.collectors.monitor.StepMonitor.caught"),
+    ("adapter", "seismograd.collectors.trainers.trl.ForwardState.take"),
+    ("gradloc", "seismograd.localiser.localize"),
+    ("gradloc", "seismograd.gradloc.localisation.find"),
+    ("gradloc", "seismograd.gradloc.tokens.Tokens.of"),
+    ("gradloc", "seismograd.localiser.GradLoc._told"),
+    ("incident", "seismograd.gradloc.folder.IncidentFolder.__call__"),
     ("ratio", "seismograd.collectors.ratio.alpha"),
     ("log_ratio", "seismograd.collectors.ratio._stats"),
     ("clipping", "seismograd.collectors.clipping.actual_log_ratio"),
@@ -74,7 +80,7 @@ def test_fault_is_fenced_counted_and_shown(
     monkeypatch.setattr(hub_module, "_RETRIES", (0.0, 0.0))
     trainer = tiny.trainer(tmp_path, steps=5, dropout=0.1)
     probes = {"shadow": 1, "deployed": 1}
-    with watch(trainer, runs=tmp_path / "runs", name="run", probes=probes, prometheus=0) as run:
+    with watch(trainer, runs=tmp_path / "runs", name="run", probes=probes, prometheus=0, gradloc="every") as run:
         monkeypatch.setattr(place, _break)
         assert same(trained(trainer), honest)
         counts = run._worker._faults.counts()
