@@ -203,6 +203,7 @@ def finish(spec: Spec, p: Plan) -> Case:
                 step=1, micro_batch=i, rank=0, input_ids=p.ids[i], mask=wide(p.mask[i]), logp=wide(logp.detach()),
                 rollout_logp=wide(p.rollout[i]), loss_weight=wide(weight[0]), advantage=p.advantage[i],
                 replay=lambda replay=replay, wide=wide: wide(replay()),
+                replay_rows=lambda rows, i=i, wide=wide: {"logp": wide(logp_of(p.model, p.ids[i][rows], spec.length))},
             )
         )  # fmt: skip
     return Case(spec.name, p.model, batches, p.truth)

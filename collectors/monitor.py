@@ -12,9 +12,9 @@ is done even if all of ours fails.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,14 +27,17 @@ from seismograd.collectors.guard import Guard
 from seismograd.collectors.payload import Gradients, LogPayload, StepPayload
 from seismograd.collectors.probes import Probes
 from seismograd.collectors.shadow import Precision
-from seismograd.collectors.step import Step, measured_in
+from seismograd.collectors.step import Step, measured_in, merged
 from seismograd.collectors.table import TokenTable
 from seismograd.collectors.transfer import Host, Transfer
-from seismograd.telemetry.detector import Detector
+from seismograd.telemetry.detector import Detector, Measured
 from seismograd.telemetry.faults import Faults
 from seismograd.telemetry.incidents import Incident
 from seismograd.telemetry.layers import ModelMap
+from seismograd.telemetry.ranks import Alone, Ranks
 from seismograd.telemetry.records import ClipSpec, Event, Spike, TokenBatch
+
+T = TypeVar("T")
 
 
 class Outlet(Protocol):
@@ -51,8 +54,8 @@ class Localiser(Protocol):
     def wants(self, spikes: Sequence[Spike]) -> bool:
         """Whether the step's spikes are to be explained."""
 
-    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike]) -> Incident:
-        """The incident, from all of the step's micro-batches."""
+    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks) -> Incident:
+        """The incident, from all of the step's micro-batches of all ranks, all of which call it."""
 
 
 class StepMonitor:
@@ -66,6 +69,7 @@ class StepMonitor:
         hub: takes payloads and events.
         faults: fences every part.
         localiser: explains spikes; nobody does where None.
+        meet: the processes that share the step, asked for when the first step begins; all of them call it then.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class StepMonitor:
         hub: Outlet,
         faults: Faults,
         localiser: Localiser | None = None,
+        meet: Callable[[], Ranks] = Alone,
     ) -> None:
         self.clips: tuple[ClipSpec, ...] = ()
         """How the loss limits its ratios; set by the adapter."""
@@ -86,6 +91,8 @@ class StepMonitor:
         self._detector, self._hub, self._faults, self._localiser = detector, hub, faults, localiser
         self._map = ModelMap(model)
         self._probes = Probes(model, budget, shadow, faults, self.guard)
+        self._meet = meet
+        self._ranks: Ranks | None = None
         self._step: Step | None = None
         self._seconds: dict[str, float] = {}
 
@@ -100,6 +107,9 @@ class StepMonitor:
 
     def begin_step(self, step: int) -> None:
         """A step begins; what an unfinished one left is dropped."""
+        if self._ranks is None:
+            with self.guard("ranks"):
+                self._ranks = self._meet()
         self._step = Step(step, time.perf_counter())
 
     def abandon(self) -> None:
@@ -281,12 +291,50 @@ class StepMonitor:
     def _judge(self, step: Step, norms: Norms | None) -> None:
         with self.guard("transfer"):
             self._fetch(step, norms)
+        ranks = self._ranks or Alone()
+        wanted = self._detect(step, ranks)
+        localiser = self._localiser
+        if wanted and localiser is not None and self._faults.working("gradloc"):
+            with self.guard("gradloc"):
+                step.incident = localiser.explain(step.number, step.batches, step.spikes, ranks)
+
+    def _detect(self, step: Step, ranks: Ranks) -> bool:
+        """Judge the step; whether it is to be localised. Rank 0 judges what all have seen, and all do as it says.
+
+        No fault of one rank keeps it from what the others wait for.
+        """
+        localiser = self._localiser if self._faults.working("gradloc") else None
+        mine = _Seen({}, able=localiser is not None and bool(step.batches))
         if self._faults.working("detect"):
             with self.guard("detect"):
-                measured = measured_in(step, self.overflow_expected)
+                mine = replace(mine, measured=measured_in(step, self.overflow_expected))
+        everybody = self._shared(ranks, mine)
+        if ranks.rank == 0 and self._faults.working("detect"):
+            with self.guard("detect"):
+                measured = merged([seen.measured for seen in everybody])
                 step.spikes = tuple(self._detector.judge(step.number, measured))
-        localiser = self._localiser
-        if localiser is not None and step.batches and self._faults.working("gradloc"):
-            with self.guard("gradloc"):
-                if localiser.wants(step.spikes):
-                    step.incident = localiser.explain(step.number, step.batches, step.spikes)
+        wanted = localiser is not None and all(seen.able for seen in everybody) and localiser.wants(step.spikes)
+        step.spikes, wanted = self._shared(ranks, (step.spikes, wanted))[0]
+        return wanted
+
+    def _shared(self, ranks: Ranks, item: T) -> list[T]:
+        """Everybody's; one's own where the others cannot be reached, from then on."""
+        if self._ranks is None or isinstance(self._ranks, Alone):
+            return [item]
+        with self.guard("ranks"):
+            return ranks.gather(item)
+        self._ranks = Alone()
+        return [item]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one rank brings to the detection.
+
+    Args:
+        measured: what its rules look at.
+        able: whether it can localise.
+    """
+
+    measured: Mapping[str, Measured]
+    able: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -72,3 +72,32 @@ def measured_in(step: Step, overflow_expected: bool) -> Mapping[str, Measured]:
         counts = np.array(list(nonfinite.values()), dtype=np.float64)
         found["nonfinite_total"] = Measured([{"where": where} for where in nonfinite], counts)
     return found
+
+
+def merged(everybody: Sequence[Mapping[str, Measured]]) -> dict[str, Measured]:
+    """What all ranks have seen, as one: gradient norms are reduced already and rank 0's, counts add up, the rest is the
+    largest of all ranks.
+    """
+    found = dict(everybody[0])
+    for other in everybody[1:]:
+        for metric, measured in other.items():
+            if metric == "grad_norm":
+                continue
+            mine = found.get(metric)
+            if mine is None:
+                found[metric] = measured
+            elif metric == "nonfinite_total":
+                found[metric] = _added(mine, measured)
+            else:
+                found[metric] = Measured(mine.labels, np.fmax(mine.values, measured.values))
+    return found
+
+
+def _added(a: Measured, b: Measured) -> Measured:
+    counts: dict[str, float] = {}
+    for measured in (a, b):
+        for labels, value in zip(measured.labels, measured.values, strict=True):
+            # Gradients are reduced: every rank has seen the same ones.
+            where = labels["where"]
+            counts[where] = value if where == "gradient" else counts.get(where, 0.0) + value
+    return Measured([{"where": where} for where in counts], np.array(list(counts.values()), dtype=np.float64))

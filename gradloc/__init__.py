@@ -5,10 +5,10 @@
 
 from seismograd.gradloc.bisection import Bisection
 from seismograd.gradloc.localisation import METHODS, Method, localize
-from seismograd.gradloc.ranks import Alone, Group, Ranks
 from seismograd.gradloc.replay import ModelReplay, Replay
 from seismograd.gradloc.verdict import Thresholds
 from seismograd.telemetry.incidents import Culprit, Incident, SequenceShares
+from seismograd.telemetry.ranks import Alone, Group, Ranks
 
 __all__ = [
     "METHODS",

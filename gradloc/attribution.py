@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from seismograd.gradloc.ranks import Ranks, everywhere
 from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.gradloc.tokens import Floats, Tokens
 from seismograd.gradloc.vectors import along
 from seismograd.telemetry.incidents import Attempt
+from seismograd.telemetry.ranks import Ranks, everywhere
 from seismograd.telemetry.records import TokenBatch
 
 TOLERANCE = 0.05  # of completeness

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 
 from seismograd.gradloc.attribution import Shares, Step
-from seismograd.gradloc.ranks import everywhere
 from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.gradloc.tokens import Ints
 from seismograd.gradloc.vectors import Gradient, norm_of
 from seismograd.telemetry.incidents import Attempt
+from seismograd.telemetry.ranks import everywhere
 
 
 @dataclass(frozen=True)

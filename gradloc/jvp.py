@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from seismograd.gradloc.attribution import Shares, Step, replayed_part, summed
-from seismograd.gradloc.ranks import everywhere
 from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.telemetry.incidents import Attempt
+from seismograd.telemetry.ranks import everywhere
 
 
 def differentiate(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]:

@@ -17,7 +17,6 @@ from seismograd.gradloc.bisection import Bisection, bisect
 from seismograd.gradloc.findings import Findings, find, sequence_shares
 from seismograd.gradloc.jvp import differentiate
 from seismograd.gradloc.nonfinite import NonFinite, explain
-from seismograd.gradloc.ranks import Alone, Ranks, everywhere
 from seismograd.gradloc.replay import ModelReplay, Replay
 from seismograd.gradloc.tokens import Floats, Ints, Tokens
 from seismograd.gradloc.vectors import norm_of
@@ -25,6 +24,7 @@ from seismograd.gradloc.verdict import Thresholds, Verdict, judge, not_finite
 from seismograd.gradloc.verification import Verification, layer_norms, norm_without, verify
 from seismograd.gradloc.whatif import controls_on
 from seismograd.telemetry.incidents import Attempt, Culprit, Incident, SequenceShares
+from seismograd.telemetry.ranks import Alone, Ranks, everywhere
 from seismograd.telemetry.records import TokenBatch
 
 Method = Literal["auto", "attribution", "jvp", "bisect"]
@@ -96,7 +96,9 @@ class _Localisation:
         made, reason = everywhere(self.ranks, lambda: self._replay(replay))
         if reason is not None:
             notes.append(f"no replay: {reason}. Tokens are ranked by what is known without one")
-        tokens = Tokens.of(self.batches)
+        tokens, reason = everywhere(self.ranks, lambda: Tokens.of(self.batches))
+        if reason is not None:
+            raise RuntimeError(reason)  # on all ranks
         if made is None:
             return self._without_replay(tokens, notes)
         norm = norm_of(list(made.gradient))
@@ -186,7 +188,11 @@ class _Localisation:
         estimated: bool = False,
     ) -> Incident:
         known = {} if verification is None else {v.token: v for v in verification.tokens}
-        own = find(step, shares, self._candidates(step, shares), known, self.limits.silenced_log_ratio)
+        candidates = self._candidates(step, shares)
+        bound = self.limits.silenced_log_ratio
+        own, reason = everywhere(step.ranks, lambda: find(step, shares, candidates, known, bound))
+        if reason is not None:
+            raise RuntimeError(reason)  # on all ranks
         findings: list[Findings] = step.ranks.gather(own)
         verdict = judge(findings, self.limits)
         verdict = replace(verdict, culprits=verdict.culprits[: self.top_k])

@@ -8,15 +8,16 @@ subtracting a step does not bring back the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from seismograd.gradloc.vectors import Gradient
 from seismograd.telemetry.forward_state import kept_buffers
-from seismograd.telemetry.patching import Patch
+from seismograd.telemetry.patching import patched
 from seismograd.telemetry.records import TokenBatch
 
 LOGP = "logp"
@@ -42,8 +43,19 @@ class Replay(Protocol):
         "logp" (B, T-1), and those of ``TokenBatch.others`` that have a weight in the loss.
         """
 
-    def backward(self, i: int, weights: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, Gradient]]:
-        """For each of the weightings of the outputs: logp (B, T-1) as replayed, and sum(weight * output)'s gradient."""
+    def backward(
+        self, i: int, weights: Sequence[Mapping[str, Tensor]], rows: Sequence[int] | None = None
+    ) -> Iterator[tuple[Tensor, Gradient]]:
+        """For each of the weightings of the outputs: logp (B, T-1) as replayed, and sum(weight * output)'s gradient.
+
+        Args:
+            i: the micro-batch.
+            weights: by output, of the shapes of the outputs.
+            rows: only these are needed, and `by_rows(i)` holds: weights and logp are (R, T-1) then.
+        """
+
+    def by_rows(self, i: int) -> bool:
+        """Whether rows of micro-batch `i` can be replayed alone."""
 
     def kept(self) -> AbstractContextManager[None]:
         """Everything that a forward may change is as before when the context ends."""
@@ -85,22 +97,33 @@ class ModelReplay:
         self._wide = False  # float32 compute, whatever the training's is
         self._set_aside = False  # reentrant checkpointing refuses torch.autograd.grad
 
-    def forward(self, i: int) -> Mapping[str, Tensor]:
+    def by_rows(self, i: int) -> bool:
+        return self._batches[i].replay_rows is not None and not self._batches[i].others
+
+    def forward(self, i: int, rows: Sequence[int] | None = None) -> Mapping[str, Tensor]:
         batch = self._batches[i]
         assert batch.replay is not None
         with ExitStack() as stack:
+            if isinstance(self._model, DistributedDataParallel):
+                # Its own forward broadcasts buffers and prepares for a reduction, and has no business in a replay.
+                stack.enter_context(patched(self._model, "forward", self._model.module.__call__))
             if batch.state is not None:
                 stack.enter_context(batch.state.restored(autocast=not self._wide))
+            if rows is not None:
+                assert batch.replay_rows is not None
+                return batch.replay_rows(torch.tensor(rows, device=batch.logp.device))
             if batch.replay_all is not None:
                 return batch.replay_all()
             return {LOGP: batch.replay()}
 
-    def backward(self, i: int, weights: Sequence[Mapping[str, Tensor]]) -> Iterator[tuple[Tensor, Gradient]]:
+    def backward(
+        self, i: int, weights: Sequence[Mapping[str, Tensor]], rows: Sequence[int] | None = None
+    ) -> Iterator[tuple[Tensor, Gradient]]:
         if self._set_aside:
-            yield from (self._backward_alone(i, w) for w in weights)
+            yield from (self._backward_alone(i, w, rows) for w in weights)
             return
         with torch.enable_grad():
-            outputs = self.forward(i)
+            outputs = self.forward(i, rows)
             losses = [_loss(outputs, weight) for weight in weights]
         for position, loss in enumerate(losses):
             last = position == len(weights) - 1
@@ -110,18 +133,20 @@ class ModelReplay:
                 if position or "checkpoint" not in str(e).lower():
                     raise
                 self._set_aside = True
-                yield from self.backward(i, weights)
+                yield from self.backward(i, weights, rows)
                 return
             yield outputs[LOGP].detach(), list(found)
 
-    def _backward_alone(self, i: int, weight: Mapping[str, Tensor]) -> tuple[Tensor, Gradient]:
+    def _backward_alone(
+        self, i: int, weight: Mapping[str, Tensor], rows: Sequence[int] | None
+    ) -> tuple[Tensor, Gradient]:
         """By .backward(), with the step's gradients set aside meanwhile."""
         kept = [p.grad for p in self.parameters]
         try:
             for p in self.parameters:
                 p.grad = None
             with torch.enable_grad():
-                outputs = self.forward(i)
+                outputs = self.forward(i, rows)
                 _loss(outputs, weight).backward()  # type: ignore[no-untyped-call]
             return outputs[LOGP].detach(), [p.grad for p in self.parameters]
         finally:
@@ -165,14 +190,12 @@ class ModelReplay:
     def _in_float32(self) -> Iterator[None]:
         """Forwards without autocast. Accelerate wraps the model's forward in one, and keeps the forward inside."""
         inside = vars(self._model).get("_original_forward")
-        patch = None if inside is None else Patch(self._model, "forward", inside)
         self._wide = True
         try:
-            yield
+            with nullcontext() if inside is None else patched(self._model, "forward", inside):
+                yield
         finally:
             self._wide = False
-            if patch is not None:
-                patch.undo()
 
     @contextmanager
     def _standing_in(self) -> Iterator[Callable[[float], None]]:

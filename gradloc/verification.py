@@ -20,6 +20,10 @@ from seismograd.gradloc.vectors import Gradient, added, along, less, norm_of
 from seismograd.telemetry.incidents import LayerNorms
 from seismograd.telemetry.layers import ALL, Grouping, places
 
+# Nats: how far rows that are replayed alone may be off, since kernels differ with the size of a batch.
+_SAME, _SAME_ROUNDED = 1e-4, 2e-3
+_SENT = 50_000_000  # parameters whose gradients are summed over ranks, once an incident
+
 
 @dataclass(frozen=True)
 class Verified:
@@ -63,22 +67,52 @@ class Verification:
 
 def verify(step: Step, replay: Replay, candidates: Ints) -> Verification:
     """A masked backward for each of this rank's candidates; those of one micro-batch share its forward."""
-    grouping = Grouping.of(places(replay.names))
     found: dict[int, Verified] = {}
-    error, forwards = 0.0, 0
+    error, forwards, backwards = 0.0, 0.0, 0.0
     total: Gradient | None = None
     for i in dict.fromkeys(int(step.tokens.batch[t]) for t in candidates):
         mine = [int(t) for t in candidates if step.tokens.batch[t] == i]
-        like = step.batches[i].logp
-        one_each = [{LOGP: step.tokens.weights(i, like, np.array([t])) * step.scale} for t in mine]
-        forwards += 1
-        for token, (logp, gradient) in zip(mine, replay.backward(i, one_each), strict=True):
-            found[token] = _verified(step, replay, grouping, token, gradient)
+        gradients, off, part = _gradients(step, replay, i, mine)
+        for token, gradient in gradients:
+            found[token] = _verified(step, replay, token, gradient)
             total = gradient if total is None else added(total, gradient)
-            error = max(error, _distance(step, i, logp))
+        error = max(error, off)
+        forwards, backwards = forwards + part, backwards + part * len(mine)
     share = 1 / max(1, len(step.batches))
-    ordered = tuple(found[int(t)] for t in candidates)
-    return Verification(ordered, error, forwards * share, len(ordered) * share, total)
+    return Verification(tuple(found[int(t)] for t in candidates), error, forwards * share, backwards * share, total)
+
+
+def _gradients(
+    step: Step, replay: Replay, i: int, tokens: Sequence[int]
+) -> tuple[list[tuple[int, Gradient]], float, float]:
+    """The tokens of one micro-batch with their gradients, how far the replay was off, and what part of it was run.
+
+    Their rows alone, where those give the recorded log-probs (no dropout, no routing by batch), else all.
+    """
+    like = step.batches[i].logp
+    weights = [step.tokens.weights(i, like, np.array([t])) * step.scale for t in tokens]
+    rows = sorted({int(step.tokens.row[t]) for t in tokens})
+    tried = 0.0
+    if replay.by_rows(i) and len(rows) < len(like):
+        tried = len(rows) / len(like)
+        found, off = _run(step, replay, i, tokens, [w[rows] for w in weights], rows)
+        if off <= (_SAME if replay.precise else _SAME_ROUNDED):
+            return found, off, tried
+    found, off = _run(step, replay, i, tokens, weights, None)
+    return found, off, 1.0 + tried
+
+
+def _run(
+    step: Step, replay: Replay, i: int, tokens: Sequence[int], weights: Sequence[Tensor], rows: Sequence[int] | None
+) -> tuple[list[tuple[int, Gradient]], float]:
+    recorded = step.batches[i].logp if rows is None else step.batches[i].logp[list(rows)]
+    mask = step.batches[i].mask if rows is None else step.batches[i].mask[list(rows)]
+    found, off = [], 0.0
+    for token, (logp, gradient) in zip(tokens, replay.backward(i, [{LOGP: w} for w in weights], rows), strict=True):
+        found.append((token, gradient))
+        distance = (logp.float() - recorded.float()).abs()[mask]
+        off = max(off, float(distance[distance.isfinite()].max()) if distance.isfinite().any() else 0.0)
+    return found, off
 
 
 def layer_norms(names: Sequence[str], gradient: Gradient) -> LayerNorms:
@@ -86,16 +120,29 @@ def layer_norms(names: Sequence[str], gradient: Gradient) -> LayerNorms:
     return _by_layer(Grouping.of(places(names)), gradient)
 
 
-def norm_without(step: Step, replay: Replay, verification: Verification) -> float:
-    """|G| less the sum of all verified tokens on all ranks. A collective."""
-    total = verification.total or [None] * len(replay.parameters)
-    if step.ranks.size > 1:
-        total = [torch.zeros_like(p) if g is None else g.clone() for p, g in zip(replay.parameters, total, strict=True)]
-        step.ranks.add([g for g in total if g is not None])
-    return norm_of(less(replay.gradient, total))
+def norm_without(step: Step, replay: Replay, verification: Verification) -> float | None:
+    """|G| less the sum of all verified tokens on all ranks. A collective.
+
+    None where the culprits lie on several ranks and their gradients are too long to be sent about.
+    """
+    total = verification.total
+    holders: list[bool] = step.ranks.gather(total is not None)
+    if sum(holders) > 1 and sum(p.numel() for p in replay.parameters) <= _SENT:
+        dense = [torch.zeros_like(p) for p in replay.parameters]
+        for own, g in zip(dense, total or [], strict=False):
+            if g is not None:
+                own.copy_(g)
+        step.ranks.add(dense)
+        return norm_of(less(replay.gradient, list(dense)))
+    own_norm = None if total is None else norm_of(less(replay.gradient, total))
+    norms = step.ranks.gather(own_norm)
+    if sum(holders) > 1:
+        return None
+    return next((norm for norm in norms if norm is not None), step.norm)
 
 
-def _verified(step: Step, replay: Replay, grouping: Grouping, token: int, gradient: Gradient) -> Verified:
+def _verified(step: Step, replay: Replay, token: int, gradient: Gradient) -> Verified:
+    grouping = Grouping.of(places(replay.names))
     rest = less(replay.gradient, gradient)
     own = _by_layer(grouping, gradient)
     return Verified(
@@ -121,9 +168,3 @@ def _by_layer(grouping: Grouping, gradient: Gradient) -> LayerNorms:
     for (layer, group), norm in list(zip(grouping.series, norms.tolist(), strict=True))[1:]:
         found.setdefault(layer, {})[group] = norm
     return found
-
-
-def _distance(step: Step, i: int, logp: Tensor) -> float:
-    chosen = step.tokens.of_batch(i)
-    off = np.abs(step.tokens.pick(i, logp) - step.tokens.logp[chosen])
-    return float(off[np.isfinite(off)].max(initial=0.0))

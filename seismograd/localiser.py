@@ -5,18 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
 from seismograd.gradloc import Incident, localize
 from seismograd.telemetry.incidents import Culprit, SequenceShares
+from seismograd.telemetry.ranks import Ranks
 from seismograd.telemetry.records import Spike, TokenBatch
 
 When = Literal["auto", "off", "every"]
 WHEN: tuple[When, ...] = ("auto", "off", "every")
 Text = Literal["full", "none"]
 TEXT: tuple[Text, ...] = ("full", "none")
+
+T = TypeVar("T", Culprit, SequenceShares)
 
 _CONTEXT = 24  # tokens before a culprit, and half as many after it
 
@@ -42,21 +45,32 @@ class GradLoc:
         """Whether they are to be explained."""
         return self._when == "every" or (self._when == "auto" and any(not spike.repeat for spike in spikes))
 
-    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike]) -> Incident:
+    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks) -> Incident:
         """The incident of this step, from gradients that have not been clipped yet."""
-        replayable = all(batch.replay is not None for batch in batches)
+        replayable = all(ranks.gather(all(batch.replay is not None for batch in batches)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the user's model, which has said it before
-            incident = localize(batches, self._model if replayable else None)
+            incident = localize(
+                batches,
+                self._model if replayable else None,
+                grad_scale=1 / ranks.size,  # what shares a step averages its gradients
+                ranks=ranks,
+            )
         first = next((s for s in spikes if not s.repeat), spikes[0] if spikes else None)
         return replace(
             incident,
             step=step,
             run=self._run,
             spike=None if first is None else asdict(first),
-            culprits=tuple(self._told(c, batches) for c in incident.culprits),
-            sequences=tuple(self._told_sequence(s, batches) for s in incident.sequences),
+            culprits=self._everybody(ranks, incident.culprits, lambda c: self._told(c, batches)),
+            sequences=self._everybody(ranks, incident.sequences, lambda s: self._told_sequence(s, batches)),
         )
+
+    def _everybody(self, ranks: Ranks, items: Sequence[T], tell: Callable[[T], T]) -> tuple[T, ...]:
+        """Each item as told by the rank that has its text."""
+        mine = [tell(item) if item.rank == ranks.rank else None for item in items]
+        told = ranks.gather(mine)
+        return tuple(told[item.rank][i] for i, item in enumerate(items))
 
     def _told(self, c: Culprit, batches: Sequence[TokenBatch]) -> Culprit:
         if self._text == "none":

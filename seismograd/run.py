@@ -41,8 +41,9 @@ class Run:
         monitor: StepMonitor,
         faults: Faults,
         prometheus_url: str | None,
+        mute: bool = False,
     ) -> None:
-        self._faults = faults
+        self._faults, self._mute = faults, mute
         self.info, self.prometheus_url = info, prometheus_url
         self._hub, self._worker, self._detector, self._monitor = hub, worker, detector, monitor
         self._adapter: Adapter | None = None
@@ -57,7 +58,8 @@ class Run:
         where = self.info.folder or "nowhere (see the warning above)"
         self._hub.event(Event("run_start", f"run {self.info.name} is written to {where}", data=dict(self.info.config)))
         metrics = "" if self.prometheus_url is None else f", metrics at {self.prometheus_url}"
-        announce(f"run {self.info.name} is written to {where}{metrics}")
+        if not self._mute:
+            announce(f"run {self.info.name} is written to {where}{metrics}")
         adapter.attach(self._monitor, self._hub)
 
     # -- where it is ----------------------------------------------------------------------------------------------
@@ -165,7 +167,8 @@ class Run:
 
     def degraded(self, message: str) -> None:
         """Say loudly that something is not measured, and why."""
-        warn(message)
+        if not self._mute:
+            warn(message)
         self._hub.event(Event("degraded", message))
 
     def flush(self, timeout: float = 10.0) -> bool:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from seismograd.gradloc.folder import IncidentFolder
 from seismograd.localiser import GradLoc, decoder
 from seismograd.run import Run
 from seismograd.telemetry.detector import Detector
-from seismograd.telemetry.faults import Faults
+from seismograd.telemetry.faults import Faults, warn
 from seismograd.telemetry.hub import Hub
+from seismograd.telemetry.ranks import Alone, Ranks, meet
 from seismograd.telemetry.records import ClipSpec, Event, RunInfo
 from seismograd.telemetry.rules import RULES
 from seismograd.telemetry.sinks import Sink
@@ -83,8 +85,7 @@ def watch(
     alone = _world_size() == 1
     if model is not None:
         # One rank cannot know that a forward of the user's holds no collectives, so it runs none alone.
-        settings = config if alone else replace(config, budget=0.0, probes=dict.fromkeys(PROBES, 0))
-        run = _run(model, settings, None, plain=True)
+        run = _run(model, config if alone else _without_probes(config), None, plain=True)
         _attach(run, PlainLoop(model, optimizer, config.clip, run))
         if not alone and _rank() == 0:
             run.degraded(
@@ -101,10 +102,38 @@ def watch(
     if isinstance(already, Run):
         log.warning("seismograd: watch() was called twice; this trainer is watched already, by run %s", already.name)
         return already
-    run = _run(trainer.model, config, decoder(trainer), plain=False)
-    if _rank() == 0:
-        _attach(run, GRPOAdapter(trainer, run, run))
+    # The forward of TRL's model alone holds no collectives, so rank 0 probes, and the others have nothing to add.
+    run = _run(trainer.model, config if _rank() == 0 else _without_probes(config), decoder(trainer), plain=False)
+    _attach(run, GRPOAdapter(trainer, run, run))
     return run
+
+
+def _without_probes(config: Config) -> Config:
+    return replace(config, budget=0.0, probes=dict.fromkeys(PROBES, 0))
+
+
+def _meet(say: Callable[[str], None]) -> Ranks:
+    """The processes that share a step. All of them come here when their first step begins."""
+    if _world_size() == 1:
+        return Alone()
+    group = meet() if dist.is_initialized() and dist.is_gloo_available() else None
+    if group is not None:
+        return group
+    say(
+        "watch() was not called on all ranks (or there is no gloo backend): what happens on the other ranks is not "
+        "seen, and an incident knows rank 0's tokens only"
+    )
+    return Alone()
+
+
+class _Silence:
+    """The outlet of ranks other than 0."""
+
+    def put(self, item: Any) -> bool:
+        return True
+
+    def event(self, event: Event) -> None:
+        pass
 
 
 def _attach(run: Run, adapter: Adapter) -> None:
@@ -155,13 +184,20 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
     hub = Hub(worker.process, chosen, info, faults)
     detector = Detector([rule for rule in RULES if rule.judged == "step"])
     budget = ProbeBudget(config.budget, config.probes)
+    outlet = _Silence() if mute else hub
+
+    def say(message: str) -> None:
+        if not mute:
+            warn(message)
+            hub.event(Event("degraded", message))
+
     localiser = None
-    if config.gradloc != "off" and _world_size() == 1:
+    if config.gradloc != "off":
         localiser = GradLoc(model, config.gradloc, config.text, decode, name)  # type: ignore[arg-type]
-    monitor = StepMonitor(model, budget, config.shadow, detector, hub, faults, localiser)  # type: ignore[arg-type]
+    monitor = StepMonitor(model, budget, config.shadow, detector, outlet, faults, localiser, partial(_meet, say))  # type: ignore[arg-type]
     for event in early:
         hub.event(event)
-    return Run(info, hub, worker, detector, monitor, faults, url)
+    return Run(info, hub, worker, detector, monitor, faults, url, mute)
 
 
 def _folder(config: Config, early: list[Event]) -> Path | None:

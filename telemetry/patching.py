@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _ABSENT = object()
@@ -14,7 +15,7 @@ class Patch:
     Args:
         owner: the instance.
         name: of the method.
-        replacement: takes the method's arguments.
+        replacement: takes the method's arguments. A function: a module set on a module would become its child.
     """
 
     def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -30,3 +31,13 @@ class Patch:
             delattr(self._owner, self._name)
         else:
             setattr(self._owner, self._name, self._before)
+
+
+@contextmanager
+def patched(owner: Any, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """The method replaced for the length of a block."""
+    patch = Patch(owner, name, replacement)
+    try:
+        yield
+    finally:
+        patch.undo()

@@ -128,6 +128,7 @@ class TokenBatch:
         replay: runs the same forward again and returns logp (B, T-1), or None.
         replay_all: as `replay`, but returns all that the loss may take from the model, by name: "logp" and the names of
             `others`; None where there is nothing but logp.
+        replay_rows: as `replay_all`, for some of the rows alone, (R,) int64; None where they cannot be told apart.
         others: dL/d(output) of what does not pass through logp, by name: "entropy" (B, T-1), "router" (); with loss
             scaling taken out.
         state: random numbers and autocast of the training forward, or None where they were not taken.
@@ -152,6 +153,7 @@ class TokenBatch:
     engine: bool = True
     replay: Callable[[], Tensor] | None = None
     replay_all: Callable[[], Mapping[str, Tensor]] | None = None
+    replay_rows: Callable[[Tensor], Mapping[str, Tensor]] | None = None
     others: Mapping[str, Tensor] = field(default_factory=dict)
     state: ForwardState | None = None
 

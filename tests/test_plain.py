@@ -209,7 +209,8 @@ def test_corrupt_ratio_with_a_negative_advantage_is_a_gradient_spike(tmp_path: P
             loop.step(corrupt=9.0)
             during = {spike.signal for spike in loop.run.spikes}  # type: ignore[union-attr]
         loop.train(3)
-    assert during == {"grad_norm", "layer_grad_norm", "loss_weight", "sequence", "log_ratio"}  # known in the step itself
+    # Known in the step itself.
+    assert during == {"grad_norm", "layer_grad_norm", "loss_weight", "sequence", "log_ratio"}
     spikes = events(tmp_path, "spike")
     assert {e.data["signal"] for e in spikes} >= during | {"log_ratio"}
     assert {e.step for e in spikes} == {21}

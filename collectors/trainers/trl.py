@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,7 @@ class GRPOAdapter:
     def saved(self, step: int) -> None:
         with self._monitor.guard("checkpoint"):
             folder = self._checkpoint(step)
-            if folder.is_dir():
+            if self._trainer.accelerator.process_index == 0 and folder.is_dir():
                 (folder / STATE_FILE).write_text(json.dumps(self._state.state_dict()))
 
     def training_ends(self) -> None:
@@ -294,8 +294,17 @@ class GRPOAdapter:
             replay_all=partial(_replay_all, self._trainer.model, forward.args, forward.kwargs)
             if self._replays
             else None,
+            replay_rows=self._by_rows(forward),
             state=forward.state,
         )
+
+    def _by_rows(self, forward: _Forward) -> Callable[[Tensor], Mapping[str, Tensor]] | None:
+        """A replay of some rows, where all inputs are one row a sequence."""
+        rows = forward.log_probs.shape[0]
+        tensors = [x for x in forward.kwargs.values() if isinstance(x, Tensor)]
+        if not self._replays or forward.args or any(x.dim() == 0 or x.shape[0] != rows for x in tensors):
+            return None
+        return partial(_replay_rows, self._trainer.model, forward.kwargs)
 
     def _staleness(self) -> int | None:
         """Optimizer steps since the completions in use were generated."""
@@ -385,6 +394,11 @@ def _replay_all(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     """The same forward again, with all that the loss may take from it."""
     output = model(*args, **kwargs)
     return {"logp": output.log_probs, **_others(output)}
+
+
+def _replay_rows(model: nn.Module, kwargs: Mapping[str, Any], rows: Tensor) -> dict[str, Tensor]:
+    """The same forward for some of its rows, (R,)."""
+    return _replay_all(model, (), {k: x[rows] if isinstance(x, Tensor) else x for k, x in kwargs.items()})
 
 
 def _others(output: Any) -> dict[str, Tensor]:

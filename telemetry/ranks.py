@@ -1,13 +1,18 @@
-"""What several processes have to agree on. Each method is a collective: all ranks call it, in the same order."""
+"""What several processes have to agree on. Each method is a collective: all ranks call it, in the same order.
+
+On a group of its own, over the CPU, so that nothing of the trainer's is in its way; with a timeout of its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 
 class Ranks(Protocol):
@@ -48,15 +53,14 @@ class Alone:
 
 
 class Group:
-    """The processes of a ``torch.distributed`` group.
+    """The processes of a ``torch.distributed`` group whose collectives work on the CPU (gloo).
 
     Args:
-        device: for the collectives' tensors; NCCL takes only its own.
         group: all processes where None.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self._device, self._group = device, group
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -72,12 +76,52 @@ class Group:
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            dist.all_reduce(tensor, group=self._group)
+            host = tensor.cpu()
+            dist.all_reduce(host, group=self._group)
+            tensor.copy_(host)
 
     def _reduced(self, values: Sequence[float], how: Any) -> list[float]:
-        tensor: Tensor = torch.tensor(list(values), dtype=torch.float64, device=self._device)
+        tensor: Tensor = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(tensor, how, group=self._group)
         return [float(x) for x in tensor.tolist()]
+
+
+_JOINED, _CLAIMED, _LEFT = 1, 10, 100
+
+
+def meet(seconds: float = 30.0) -> Group | None:
+    """A group of one's own of all processes, or None where not all of them come here within `seconds`.
+
+    Making a group is a collective that waits for ever for those who do not take part, so the processes first meet at
+    the job's store: each says that it has come, rank 0 claims them one by one, and says whether all were there.
+    Whoever has waited in vain leaves, and can no longer be claimed.
+
+    Args:
+        seconds: that rank 0 waits for the others, and they for it.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    job = PrefixStore("seismograd/", _get_default_store())
+    # Each rank's n-th meeting is the n-th of all.
+    store = PrefixStore(f"{job.add(f'meetings/{rank}', 1)}/", job)
+    store.add(str(rank), _JOINED)
+    if rank == 0:
+        everybody = _came(store, [str(r) for r in range(1, size)], seconds)
+        claimed = everybody and all(store.add(str(r), _CLAIMED) == _JOINED + _CLAIMED for r in range(1, size))
+        store.set("together", "yes" if claimed else "no")
+    elif not _came(store, ["together"], seconds) and store.add(str(rank), _LEFT) < _LEFT + _CLAIMED:
+        return None
+    if store.get("together") != b"yes":
+        return None
+    # A localisation on one rank may take longer than on the others; a process that is gone costs this wait once.
+    return Group(dist.new_group(backend="gloo", timeout=timedelta(minutes=10)))
+
+
+def _came(store: PrefixStore, keys: list[str], seconds: float) -> bool:
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except RuntimeError:  # DistStoreError where the wait was in vain
+        return False
+    return True
 
 
 def everywhere(ranks: Ranks, attempt: Callable[[], Any]) -> tuple[Any, str | None]:

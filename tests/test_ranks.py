@@ -1,0 +1,135 @@
+"""GradLoc over several processes: the tokens of all ranks compete, nobody waits in vain, training is the same."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from seismograd import RunStore
+from seismograd.gradloc import Incident
+
+LOOP = """
+import os, sys
+sys.path.insert(0, {top!r})
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+import seismograd.telemetry.ranks as ranks
+from seismograd import watch
+from tests.tiny import PlainModel, fingerprint
+
+watched, runs, what = {watched}, {runs!r}, {what!r}
+ranks.meet.__defaults__ = (60.0,) if what != "rank 0 only" else (2.0,)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = PlainModel()
+model.register_buffer("scale", torch.ones(1))  # DDP broadcasts it in a forward, which a replay must not do
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+run = None
+if watched and (rank == 0 or what != "rank 0 only"):
+    run = watch(model=ddp, optimizer=optimizer, runs=runs, name="run", gradloc="every" if what == "every" else "auto")
+torch.manual_seed(100 + rank)
+guilty = size - 1  # never rank 0
+
+def micro_batch(step, last):
+    ids = torch.randint(0, 20, (4, 9))
+    logp = ddp(ids)
+    rollout = logp.detach() + 0.02 * torch.randn_like(logp)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    mask = torch.ones_like(logp, dtype=torch.bool)
+    if what == "empty" and rank == 0:
+        mask[:] = False
+    if what != "every" and step == 14 and rank == guilty and last:
+        rollout[1, 3] -= 9.0
+    if run:
+        run.tokens(logp=logp, rollout_logp=rollout, advantage=advantage, mask=mask, input_ids=ids,
+                   replay=lambda ids=ids: ddp(ids))
+    ratio = (logp - rollout).exp()
+    loss = -torch.min(ratio * advantage[:, None], ratio.clamp(0.8, 1.2) * advantage[:, None])
+    return (loss * mask).sum() / 32
+
+def train_step(step):
+    # Ranks have unequal numbers of micro-batches; only the last one of each reduces.
+    count = 1 + (rank % 2 if what == "unequal" else 0)
+    for i in range(count):
+        last = i == count - 1
+        if last:
+            micro_batch(step, last).backward()
+        else:
+            with ddp.no_sync():
+                micro_batch(step, last).backward()
+    run.clip_grad_norm_(1.0) if run else torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+for step in range(16 if what != "every" else 4):
+    if run:
+        with run.step():
+            train_step(step)
+    else:
+        train_step(step)
+with open(f"{{__file__}}.{{rank}}", "w") as file:
+    file.write(fingerprint(model))
+if run:
+    run.close()
+dist.destroy_process_group()
+"""
+
+
+def launch(folder: Path, script: str, size: int, **values: object) -> list[str]:
+    """What each rank has written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "loop.py"
+    file.write_text(script.format(top=str(Path(__file__).parent.parent), runs=str(folder / "runs"), **values))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [Path(f"{file}.{rank}").read_text() for rank in range(size)]
+
+
+def found(folder: Path) -> list[Incident]:
+    return [Incident.from_json(p.read_text()) for p in sorted((folder / "runs/run/incidents").glob("*.json"))]
+
+
+def faults(folder: Path) -> list[str]:
+    with RunStore.read(folder / "runs" / "run" / "run.db") as store:
+        return [event.message for event in store.events("fault")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "size"), [("planted", 2), ("planted", 4), ("unequal", 2), ("empty", 2)])
+def test_guilty_token_of_another_rank(tmp_path: Path, what: str, size: int) -> None:
+    with_hook = launch(tmp_path / "with", LOOP, size, watched=True, what=what)
+    assert with_hook == launch(tmp_path / "without", LOOP, size, watched=False, what=what)
+    assert faults(tmp_path / "with") == []
+    incident = found(tmp_path / "with")[-1]
+    worst = incident.culprits[0]
+    assert (incident.step, incident.verdict, incident.method) == (15, "A.1", "attribution")
+    assert (worst.rank, worst.row, worst.position) == (size - 1, 1, 4)
+    assert worst.micro_batch == (1 if what == "unequal" else 0)
+    assert worst.token_id is not None
+    assert incident.completeness == pytest.approx(1, abs=0.05)
+    assert incident.without_culprits is not None
+    assert incident.without_culprits < 0.2 * incident.grad_norm
+    assert incident.sequences[0].rank == size - 1
+
+
+@pytest.mark.slow
+def test_localisation_on_every_step_of_all_ranks_changes_nothing(tmp_path: Path) -> None:
+    with_hook = launch(tmp_path / "with", LOOP, 2, watched=True, what="every")
+    assert with_hook == launch(tmp_path / "without", LOOP, 2, watched=False, what="every")
+    assert [incident.method for incident in found(tmp_path / "with")] == ["attribution"] * 4
+    assert faults(tmp_path / "with") == []
+
+
+@pytest.mark.slow
+def test_watch_on_rank_0_only_waits_for_nobody_for_ever(tmp_path: Path) -> None:
+    launch(tmp_path, LOOP, 2, watched=True, what="rank 0 only")
+    with RunStore.read(tmp_path / "runs" / "run" / "run.db") as store:
+        assert len(store.series("grad_norm", layer="all", group="all")) == 16
+        assert any("not called on all ranks" in event.message for event in store.events("degraded"))
