@@ -8,12 +8,14 @@ have the same bits; tests compare them for mixed dtypes too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 from seismograd.telemetry.records import Reading
@@ -29,16 +31,18 @@ class Norms:
         parameters: those that have a gradient, P of them, in the order in which they were given.
         per_parameter: (P,) in the gradients' own precision.
         total: scalar tensor, with the bits that ``torch.nn.utils.get_total_norm`` gives.
+        sharded: the gradients are DTensors; `total` is then as exact, but not to the bit.
     """
 
     parameters: tuple[Tensor, ...]
     per_parameter: Tensor
     total: Tensor
+    sharded: bool = False
 
     def unscaled(self, scale: Tensor) -> Norms:
         """With the loss scale taken out."""
         scale = scale.to(self.total.device)
-        return Norms(self.parameters, self.per_parameter / scale, self.total / scale)
+        return replace(self, per_parameter=self.per_parameter / scale, total=self.total / scale)
 
 
 @torch.no_grad()
@@ -47,6 +51,8 @@ def take_norms(parameters: Sequence[Tensor]) -> Norms | None:
     having = [p for p in parameters if p.grad is not None]
     if not having:
         return None
+    if any(isinstance(p.grad, DTensor) for p in having):
+        return _sharded_norms(having)
     grads: list[Tensor | None] = [p.grad for p in having]
     norms: list[Tensor] = []
     order: list[int] = []
@@ -61,6 +67,21 @@ def take_norms(parameters: Sequence[Tensor]) -> Norms | None:
     stacked = torch.stack([norm.to(having[0].device) for norm in norms])
     total = torch.linalg.vector_norm(stacked, 2.0)
     return Norms(tuple(having[i] for i in order), stacked, total)
+
+
+def _sharded_norms(having: Sequence[Tensor]) -> Norms:
+    """Each rank's shards, summed over the ranks in one reduction. A collective: all ranks have the same parameters."""
+    local = [g.to_local() if isinstance(g := p.grad, DTensor) else g for p in having]
+    squares = torch.stack(torch._foreach_norm(local, 2.0)).square()  # type: ignore[arg-type]
+    mesh = next(p.grad.device_mesh for p in having if isinstance(p.grad, DTensor))
+    for dim in range(mesh.ndim):
+        cut = torch.tensor(
+            [isinstance(p.grad, DTensor) and p.grad.placements[dim].is_shard() for p in having], device=squares.device
+        )
+        summed = squares.clone()
+        dist.all_reduce(summed, group=mesh.get_group(dim))
+        squares = torch.where(cut, summed, squares)
+    return Norms(tuple(having), squares.sqrt(), squares.sum().sqrt(), sharded=True)
 
 
 def layer_proportions(norms: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -172,7 +172,7 @@ class StepMonitor:
         norms: Norms | None = None
         with self._faults.fence("step"):
             norms = self._prepare(parameters, clipping=True)
-        if norms is None:
+        if norms is None or norms.sharded:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norms.total)
         return norms.total

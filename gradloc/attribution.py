@@ -12,7 +12,8 @@ rounding; the ladder goes the way that the curvature says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,7 +21,6 @@ import torch
 
 from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.gradloc.tokens import Floats, Tokens
-from seismograd.gradloc.vectors import along
 from seismograd.telemetry.incidents import Attempt
 from seismograd.telemetry.ranks import Ranks, everywhere
 from seismograd.telemetry.records import TokenBatch
@@ -30,7 +30,7 @@ _FIRST = 0.05  # nats that the heaviest token's logp moves by, if the gradient i
 _ATTEMPTS = 4
 _CURVED = 0.05  # second difference over first: above, the distance left the linear regime
 # Nats, median: how far the middle of the two moved forwards may lie from what training recorded.
-_SAME, _SAME_ROUNDED = 0.01, 0.1
+SAME, SAME_ROUNDED = 0.01, 0.1
 
 
 @dataclass(frozen=True)
@@ -99,29 +99,31 @@ def attribute(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]
     heaviest = step.ranks.max(float(np.abs(step.tokens.weight).max(initial=0.0)))
     if not (heaviest > 0 and np.isfinite(heaviest)):
         return None, [Attempt("attribution", "no token has a finite weight in the loss")]
+    bound = SAME if replay.precise else SAME_ROUNDED
     replayed: float | None = None
-    distance, tried = _FIRST * heaviest * step.scale / step.norm, set[float]()
-    with replay.movable() as move:
-        for _ in range(_ATTEMPTS):
-            tried.add(distance)
-            found, reason = everywhere(step.ranks, lambda d=distance: _difference(step, replay, move, d))  # type: ignore[misc]
-            if reason is not None:
-                return None, [*attempts, Attempt("attribution", reason, forwards=2.0)]
-            shares, curved, mismatch = found
-            shares, curved, mismatch = summed(step, shares), step.ranks.max(curved), step.ranks.max(mismatch)
-            detail = f"moved by {distance:.1e} * G / |G|"
-            if curved <= _CURVED and mismatch > (_SAME if replay.precise else _SAME_ROUNDED):
-                outcome = f"the replay is another forward: its log-probabilities are {mismatch:.2g} nats off"
-                return None, [*attempts, Attempt("attribution", outcome, shares.completeness, 2.0, 0.0, detail)]
-            if not shares.believable and curved <= _CURVED and replayed is None:
-                move(0.0)
-                replayed, attempt = replayed_part(step, replay)
-                attempts.append(attempt)
-            shares = replace(shares, replayed=replayed or 1.0)
-            attempts.append(Attempt("attribution", shares.outcome, shares.completeness, forwards=2.0, detail=detail))
-            if shares.believable:
-                return shares, attempts
-            distance = _next(distance, tried, curved)
+    distance, tried, before = _FIRST * heaviest * step.scale / step.norm, set[float](), math.inf
+    for _ in range(_ATTEMPTS):
+        tried.add(distance)
+        found, reason = everywhere(step.ranks, lambda d=distance: _difference(step, replay, d))  # type: ignore[misc]
+        if reason is not None:
+            return None, [*attempts, Attempt("attribution", reason, forwards=2.0)]
+        shares, curved, mismatch = found
+        shares, curved, mismatch = summed(step, shares), step.ranks.max(curved), step.ranks.max(mismatch)
+        detail = f"moved by {distance:.1e} * G / |G|"
+        # Curvature goes with the square of the distance; what stays is not the forward that was recorded.
+        if mismatch > bound and (curved <= _CURVED or mismatch > 0.5 * before):
+            outcome = f"the replay is another forward: its log-probabilities are {mismatch:.2g} nats off"
+            return None, [*attempts, Attempt("attribution", outcome, shares.completeness, 2.0, 0.0, detail)]
+        if not replay.precise:
+            curved = 0.0  # the recorded logp was rounded, and is not the middle that curvature is measured from
+        if not shares.believable and curved <= _CURVED and replayed is None:
+            replayed, attempt = replayed_part(step, replay)
+            attempts.append(attempt)
+        shares = replace(shares, replayed=replayed or 1.0)
+        attempts.append(Attempt("attribution", shares.outcome, shares.completeness, forwards=2.0, detail=detail))
+        if shares.believable:
+            return shares, attempts
+        distance, before = _next(distance, tried, curved), mismatch
     return None, attempts
 
 
@@ -133,31 +135,31 @@ def replayed_part(step: Step, replay: Replay) -> tuple[float | None, Attempt]:
     found, reason = everywhere(step.ranks, lambda: _along_replayed(step, replay))
     if reason is not None:
         return None, Attempt("whole gradient", reason, None, 1.0, 1.0)
-    part = step.ranks.sum([found])[0] / step.norm
+    part = (found if replay.joint else step.ranks.sum([found])[0]) / step.norm
     return part, Attempt("whole gradient", f"{part:.3f} of |G| is replayed", None, 1.0, 1.0)
 
 
 def _along_replayed(step: Step, replay: Replay) -> float:
     found = 0.0
-    for i, batch in enumerate(step.batches):
-        weights = {LOGP: step.tokens.weights(i, batch.logp), **batch.others}
+    for i in range(replay.rounds):
+        batch = step.batches[min(i, len(step.batches) - 1)]
+        weights = {LOGP: step.tokens.weights(i, batch.logp), **(batch.others if i < len(step.batches) else {})}
         scaled = {name: w * step.scale for name, w in weights.items()}
         for _, gradient in replay.backward(i, [scaled]):
-            found += along(gradient, replay.gradient, step.norm)
+            found += replay.along(gradient, step.norm)
     return found
 
 
-def _difference(
-    step: Step, replay: Replay, move: Callable[[float], None], distance: float
-) -> tuple[Shares, float, float]:
+def _difference(step: Step, replay: Replay, distance: float) -> tuple[Shares, float, float]:
     """Of one distance: this rank's shares, how curved logp is over it (second difference over first), and the median
     distance of the forwards' middle from the recorded logp, nats.
     """
     sides = []
-    for sign in (1.0, -1.0):
-        # `move` sets theta + d * G, and the distance is in units of G/|G|.
-        move(sign * distance / step.norm)
-        sides.append(_outputs(step, replay))
+    with replay.movable() as move:
+        for sign in (1.0, -1.0):
+            # `move` sets theta + d * G, and the distance is in units of G/|G|.
+            move(sign * distance / step.norm)
+            sides.append(_outputs(step, replay))
     (ahead, ahead_others), (behind, behind_others) = sides
     derivative = (ahead - behind) / (2 * distance)
     weight = step.tokens.weight
@@ -178,10 +180,12 @@ def _outputs(step: Step, replay: Replay) -> tuple[Floats, dict[str, float]]:
     """(N,) logp of the tokens, and the weighted sum of each other output, at the present parameters."""
     logp = []
     others = dict.fromkeys(step.others, 0.0)
-    for i, batch in enumerate(step.batches):
+    for i in range(replay.rounds):
         outputs = replay.forward(i)
+        if i >= len(step.batches):
+            continue
         logp.append(step.tokens.pick(i, outputs[LOGP]))
-        for name, weight in batch.others.items():
+        for name, weight in step.batches[i].others.items():
             others[name] += float((weight.double().cpu() * outputs[name].detach().double().cpu()).sum())
     return np.concatenate(logp) if logp else np.empty(0), others
 

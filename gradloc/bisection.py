@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from seismograd.gradloc.attribution import Shares, Step
+from seismograd.gradloc.attribution import SAME, SAME_ROUNDED, Shares, Step
 from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.gradloc.tokens import Ints
-from seismograd.gradloc.vectors import Gradient, norm_of
+from seismograd.gradloc.vectors import Gradient, root
 from seismograd.telemetry.incidents import Attempt
 from seismograd.telemetry.ranks import everywhere
 
@@ -42,6 +42,9 @@ class Bisection:
         every_micro_batch: all micro-batches above the threshold are searched; published: only the largest.
         renormalise: a segment's loss is divided by its own length rather than by the step's; published: yes.
         nan_is_spike: a norm that is not finite is followed first; published: no.
+
+    Raises:
+        ValueError: a setting that cannot be.
     """
 
     budget: int = 128
@@ -51,6 +54,14 @@ class Bisection:
     every_micro_batch: bool = True
     renormalise: bool = False
     nan_is_spike: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "found", "spike"):
+            value = getattr(self, name)
+            if not (0 < value < math.inf and (name == "spike" or value == int(value))):
+                raise ValueError(
+                    f"bisection.{name}={value!r}: give a {'' if name == 'spike' else 'whole '}number above 0"
+                )
 
     @classmethod
     def published(cls, budget: int = 128) -> Bisection:
@@ -71,16 +82,25 @@ def bisect(step: Step, replay: Replay, how: Bisection | None = None) -> tuple[Sh
 
     A share here is the token's own norm over |G|: without its sign, and not part of a sum of 1.
     """
+    if replay.joint:
+        return None, [Attempt("bisect", "the parameters are sharded, and ranks cannot search on their own")]
     how = how or Bisection()
     search = _Search(step, replay, how)
     found, reason = everywhere(step.ranks, search.run)
     spent = search.probes / max(1, len(step.batches))
+    mismatch, cut = step.ranks.max(search.mismatch), step.ranks.max(float(search.cut_short))
+    if reason is None and mismatch > (SAME if replay.precise else SAME_ROUNDED):
+        reason = f"the replay is another forward: its log-probabilities are {mismatch:.2g} nats off"
+    if reason is None and cut and not sum(step.ranks.sum([float(len(found))])):
+        reason = f"the budget of {how.budget} probes ended before a token was found"
+    detail = f"{search.probes} probes on rank {step.ranks.rank}"
     if reason is not None:
-        return None, [Attempt("bisect", reason, forwards=spent, backwards=spent)]
+        return None, [Attempt("bisect", reason, forwards=spent, backwards=spent, detail=detail)]
     shares = np.zeros(len(step.tokens))
     for token, norm in found.items():
         shares[token] = norm / step.norm if math.isfinite(step.norm) and step.norm > 0 else norm
-    detail = f"{search.probes} probes on rank {step.ranks.rank}, {len(found)} tokens found"
+    short = ", cut short by the budget" if cut else ""
+    detail += f", {len(found)} tokens found{short}"
     attempt = Attempt("bisect", "believed", forwards=spent, backwards=spent, detail=detail)
     return Shares(shares), [attempt]
 
@@ -91,6 +111,8 @@ class _Search:
     def __init__(self, step: Step, replay: Replay, how: Bisection) -> None:
         self._step, self._replay, self._how = step, replay, how
         self.probes = 0
+        self.mismatch = 0.0  # nats, median of a micro-batch: how far its replay is from what was recorded
+        self.cut_short = False
         self._total, self._micro_batches = step.ranks.sum([float(len(step.tokens)), float(len(step.batches))])
         # The same share of |G| at the micro-batch level, whatever the sizes.
         self._spike = how.spike * step.norm * math.sqrt(max(1.0, self._total) / max(1.0, self._micro_batches))
@@ -105,7 +127,14 @@ class _Search:
 
     def _micro_batch_level(self) -> list[_Segment]:
         """A probe of each micro-batch whole; those worth searching, the worst last."""
-        found = [self._segment(tokens) for i in range(len(self._step.batches)) if len(tokens := self._weighty(i)) > 0]
+        found = []
+        for i in range(len(self._step.batches)):
+            tokens = self._weighty(i)
+            if len(tokens) == 0:
+                continue
+            if self._spent(1):
+                break
+            found.append(self._segment(tokens))
         found.sort(key=self._order)
         if not self._how.every_micro_batch:
             return found[-1:]
@@ -127,23 +156,30 @@ class _Search:
             torch.zeros_like(p) if g is None else g for p, g in zip(self._replay.parameters, gradient, strict=True)
         ]
         self._step.ranks.add(dense)
-        return norm_of(dense)
+        return root(self._replay.norms(dense))
 
     def _token_level(self, stack: list[_Segment]) -> dict[int, float]:
         """Depth first, the larger half first; the others stay on the stack to come back to."""
         found: dict[int, float] = {}
-        while stack and len(found) < self._how.found and self.probes < self._how.budget:
+        while stack and len(found) < self._how.found:
             segment = stack.pop()
             if len(segment.tokens) == 1:
-                found[int(segment.tokens[0])] = segment.norm
+                found[int(segment.tokens[0])] = segment.norm / (self._total if self._how.renormalise else 1.0)
                 continue
+            if self._spent(2):
+                break
             halves = [self._segment(half) for half in np.array_split(segment.tokens, 2)]
             halves.sort(key=self._order)
             stack += [half for half in halves if self._follows(half, 1 / math.sqrt(len(half.tokens)))]
         return found
 
+    def _spent(self, probes: int) -> bool:
+        """Whether the budget does not hold so many more."""
+        self.cut_short = self.probes + probes > self._how.budget
+        return self.cut_short
+
     def _segment(self, tokens: Ints) -> _Segment:
-        return _Segment(norm_of(self._gradient(tokens)), tokens)
+        return _Segment(root(self._replay.norms(self._gradient(tokens))), tokens)
 
     def _gradient(self, tokens: Ints) -> Gradient:
         """The gradient of these tokens alone; they are of one micro-batch."""
@@ -152,7 +188,10 @@ class _Search:
         weight = step.tokens.weights(i, step.batches[i].logp, tokens) * step.scale
         if self._how.renormalise:
             weight = weight * (self._total / len(tokens))
-        ((_, gradient),) = self._replay.backward(i, [{LOGP: weight}])
+        ((logp, gradient),) = self._replay.backward(i, [{LOGP: weight}])
+        off = np.abs(step.tokens.pick(i, logp) - step.tokens.logp[step.tokens.of_batch(i)])
+        if np.isfinite(off).any():
+            self.mismatch = max(self.mismatch, float(np.median(off[np.isfinite(off)])))
         return gradient
 
     def _weighty(self, i: int) -> Ints:

@@ -36,6 +36,7 @@ class SequenceDrift:
 
     Args:
         rank, micro_batch, row: where it is.
+        sequence: see `Culprit.sequence`.
         share: of |G|, summed over its tokens.
         weight: median |dL/dlogp| of its tokens that have one.
         log_ratio: sum over its trained tokens, nats.
@@ -46,6 +47,7 @@ class SequenceDrift:
     rank: int
     micro_batch: int
     row: int
+    sequence: int
     share: float
     weight: float
     log_ratio: float
@@ -128,6 +130,7 @@ def _culprit(step: Step, t: int, share: float, verified: Verified | None) -> Cul
         micro_batch=int(tokens.batch[t]),
         row=row,
         position=position,
+        sequence=int(tokens.sequence[t]),
         share=share,
         pull=_pull(step, t, share),
         loss_weight=float(tokens.weight[t]),
@@ -188,6 +191,7 @@ def _sequences(step: Step, shares: Floats) -> tuple[SequenceDrift, ...]:
                 rank=step.ranks.rank,
                 micro_batch=int(tokens.batch[at[0]]),
                 row=int(tokens.row[at[0]]),
+                sequence=s,
                 share=float(np.nansum(shares[at])),
                 weight=_median(np.abs(tokens.weight[at][tokens.weight[at] != 0])),
                 log_ratio=float(tokens.log_ratio[known].sum()),
@@ -216,7 +220,7 @@ def pooled(findings: Sequence[Findings]) -> Typical:
     return Typical(
         count=sum(t.count for t in counted),
         weight=float(np.median([t.weight for t in counted])),
-        pull=float(np.nanmedian([t.pull for t in counted])),
+        pull=_median(np.array([t.pull for t in counted if not np.isnan(t.pull)])),
         micro_batch=tuple(x for t in counted for x in t.micro_batch),
     )
 

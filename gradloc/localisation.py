@@ -18,8 +18,9 @@ from seismograd.gradloc.findings import Findings, find, sequence_shares
 from seismograd.gradloc.jvp import differentiate
 from seismograd.gradloc.nonfinite import NonFinite, explain
 from seismograd.gradloc.replay import ModelReplay, Replay
+from seismograd.gradloc.sharded import ShardedReplay, is_sharded
 from seismograd.gradloc.tokens import Floats, Ints, Tokens
-from seismograd.gradloc.vectors import norm_of
+from seismograd.gradloc.vectors import root
 from seismograd.gradloc.verdict import Thresholds, Verdict, judge, not_finite
 from seismograd.gradloc.verification import Verification, layer_norms, norm_without, verify
 from seismograd.gradloc.whatif import controls_on
@@ -64,12 +65,12 @@ def localize(
         The incident; its `notes` say what could not be done and why. Never raises for what a step or a model holds.
 
     Raises:
-        ValueError: a setting that cannot be.
+        ValueError: a setting that cannot be, or a micro-batch whose columns do not fit each other.
     """
     if method not in METHODS:
         raise ValueError(f"localize(method={method!r}): give one of {', '.join(METHODS)}")
-    if top_k < 1 or verified < 0 or not grad_scale > 0:
-        raise ValueError("localize(): give top_k >= 1, verified >= 0 and grad_scale > 0")
+    if top_k < 1 or verified < 0 or not 0 < grad_scale < math.inf:
+        raise ValueError("localize(): give top_k >= 1, verified >= 0 and a finite grad_scale > 0")
     began = time.perf_counter()
     search = _Localisation(
         batches, method, grad_scale, top_k, verified, thresholds or Thresholds(), bisection, ranks or Alone()
@@ -98,10 +99,10 @@ class _Localisation:
             notes.append(f"no replay: {reason}. Tokens are ranked by what is known without one")
         tokens, reason = everywhere(self.ranks, lambda: Tokens.of(self.batches))
         if reason is not None:
-            raise RuntimeError(reason)  # on all ranks
+            raise ValueError(f"localize(): a micro-batch's columns do not fit each other ({reason})")  # on all ranks
         if made is None:
             return self._without_replay(tokens, notes)
-        norm = norm_of(list(made.gradient))
+        norm = root(made.norms(made.gradient))
         step = Step(self.batches, tokens, norm, self.scale, self.ranks)
         with made.kept():
             if not math.isfinite(norm):
@@ -112,10 +113,23 @@ class _Localisation:
             return self._finite(step, made, notes)
 
     def _replay(self, replay: Replay | nn.Module | None) -> Replay | None:
-        return ModelReplay(replay, self.batches) if isinstance(replay, nn.Module) else replay
+        if not isinstance(replay, nn.Module):
+            return replay
+        if is_sharded(replay):
+            return ShardedReplay(replay, self.batches, self.ranks)
+        return ModelReplay(replay, self.batches)
 
     def _finite(self, step: Step, replay: Replay, notes: list[str]) -> Incident:
+        largest = step.ranks.max(float(np.abs(step.tokens.weight).max(initial=0.0)))
+        if largest == 0:
+            notes.append("no token has a finite weight in the loss but 0: nothing of the gradient passes through logp")
+            return self._judged(step, np.zeros(len(step.tokens)), None, [], "ratios", notes, replay)
+        if not math.isfinite(largest):
+            notes.append("the gradient is finite, and weights in the loss are not: they are not those that made it")
+            return self._not_finite(step, replay, notes)
         shares, attempts = self._shares(step, replay)
+        if shares is not None and shares.replayed > 1.2:
+            notes.append(f"the tokens' gradients make {shares.replayed:.2f} times the step's: is grad_scale right?")
         if shares is None:
             notes.append("no method gave shares that can be believed. Tokens are ranked by what is known without one")
             return self._judged(step, _by_weight(step.tokens), None, attempts, "ratios", notes, replay, estimated=True)
@@ -198,7 +212,7 @@ class _Localisation:
         verdict = replace(verdict, culprits=verdict.culprits[: self.top_k])
         incident = self._incident(step, verdict, shares, method, attempts, notes, replay)
         if estimated:
-            incident = replace(incident, sequences=())
+            incident = _without_shares(incident)
         if believed is not None and believed.parts:
             incident = replace(incident, completeness=believed.completeness, parts=believed.named)
         if verification is not None and replay is not None:
@@ -217,10 +231,10 @@ class _Localisation:
         replay: Replay | None,
     ) -> Incident:
         mine = [c for c in verdict.culprits if c.rank == step.ranks.rank]
-        rows: dict[tuple[int, int], Culprit] = {}
+        firsts: dict[tuple[int, int, int], Culprit] = {}
         for c in mine:
-            rows.setdefault((c.micro_batch, c.row), c)
-        sequences: list[SequenceShares] = [sequence_shares(step, shares, c) for c in list(rows.values())[:4]]
+            firsts.setdefault((c.micro_batch, c.row, c.sequence), c)
+        sequences: list[SequenceShares] = [sequence_shares(step, shares, c) for c in list(firsts.values())[:4]]
         everybody = [s for found in step.ranks.gather(sequences) for s in found]
         return Incident(
             step=step.batches[0].step if step.batches else -1,
@@ -232,7 +246,7 @@ class _Localisation:
             grad_norm=step.norm,
             culprits=verdict.culprits,
             sequences=tuple(everybody),
-            norms={} if replay is None else layer_norms(replay.names, list(replay.gradient)),
+            norms={} if replay is None else layer_norms(replay, replay.gradient),
             controls=controls_on(verdict.culprits, step.norm),
             notes=tuple(notes),
             environment=_environment(step, replay),
@@ -265,6 +279,16 @@ def _by_weight(tokens: Tokens) -> Floats:
     weight = np.abs(np.nan_to_num(tokens.weight, posinf=0.0))
     total = weight.sum()
     return weight / total if total > 0 else weight
+
+
+def _without_shares(incident: Incident) -> Incident:
+    """Shares that stand in for unknown ones lead to a verdict, and are not told."""
+    return replace(
+        incident,
+        evidence=tuple(sentence for sentence in incident.evidence if "of the gradient norm" not in sentence),
+        culprits=tuple(replace(c, share=math.nan, pull=None) for c in incident.culprits),
+        sequences=(),
+    )
 
 
 def _believed(attempts: Sequence[Attempt]) -> str:

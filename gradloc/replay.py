@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from seismograd.gradloc.vectors import Gradient
+from seismograd.gradloc.tokens import Floats
+from seismograd.gradloc.vectors import Gradient, along, norms_of
 from seismograd.telemetry.forward_state import kept_buffers
 from seismograd.telemetry.patching import patched
 from seismograd.telemetry.records import TokenBatch
@@ -31,12 +32,17 @@ class Replay(Protocol):
         names: (P,) their names in the model.
         gradient: (P,) the step's own gradient G.
         precise: whether the forward computes in float32, so that rounding hides nothing.
+        rounds: forwards that a pass over all micro-batches takes; those beyond the last micro-batch only keep step with
+            the other ranks.
+        joint: whether a backward's gradient is that of all ranks together, so that all run the same backwards.
     """
 
     parameters: Sequence[Tensor]
     names: Sequence[str]
     gradient: Sequence[Tensor]
     precise: bool
+    rounds: int
+    joint: bool
 
     def forward(self, i: int) -> Mapping[str, Tensor]:
         """The outputs of micro-batch `i` at the parameters' present values, under its own random numbers and autocast:
@@ -56,6 +62,12 @@ class Replay(Protocol):
 
     def by_rows(self, i: int) -> bool:
         """Whether rows of micro-batch `i` can be replayed alone."""
+
+    def norms(self, gradient: Sequence[Tensor | None]) -> Floats:
+        """(P,) L2 norm of each parameter's gradient, 0 where it has none."""
+
+    def along(self, gradient: Sequence[Tensor | None], norm: float) -> float:
+        """g . G / norm."""
 
     def kept(self) -> AbstractContextManager[None]:
         """Everything that a forward may change is as before when the context ends."""
@@ -81,6 +93,8 @@ class ModelReplay:
         ValueError: no parameter has a gradient, or a micro-batch has no replay.
     """
 
+    joint = False
+
     def __init__(self, model: nn.Module, batches: Sequence[TokenBatch]) -> None:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.grad is not None]
         if not named:
@@ -94,8 +108,15 @@ class ModelReplay:
         self.precise = all(p.element_size() >= 4 for p in model.parameters()) and not any(
             batch.state is not None and batch.state.autocast is not None for batch in batches
         )
+        self.rounds = len(batches)
         self._wide = False  # float32 compute, whatever the training's is
         self._set_aside = False  # reentrant checkpointing refuses torch.autograd.grad
+
+    def norms(self, gradient: Sequence[Tensor | None]) -> Floats:
+        return norms_of(gradient)
+
+    def along(self, gradient: Sequence[Tensor | None], norm: float) -> float:
+        return along(gradient, self.gradient, norm)
 
     def by_rows(self, i: int) -> bool:
         return self._batches[i].replay_rows is not None and not self._batches[i].others
@@ -124,7 +145,7 @@ class ModelReplay:
             return
         with torch.enable_grad():
             outputs = self.forward(i, rows)
-            losses = [_loss(outputs, weight) for weight in weights]
+            losses = [loss_of(outputs, weight) for weight in weights]
         for position, loss in enumerate(losses):
             last = position == len(weights) - 1
             try:
@@ -141,16 +162,18 @@ class ModelReplay:
         self, i: int, weight: Mapping[str, Tensor], rows: Sequence[int] | None
     ) -> tuple[Tensor, Gradient]:
         """By .backward(), with the step's gradients set aside meanwhile."""
-        kept = [p.grad for p in self.parameters]
+        # Also of parameters that had none in the step.
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        kept = [p.grad for p in trained]
         try:
-            for p in self.parameters:
+            for p in trained:
                 p.grad = None
             with torch.enable_grad():
                 outputs = self.forward(i, rows)
-                _loss(outputs, weight).backward()  # type: ignore[no-untyped-call]
+                loss_of(outputs, weight).backward()  # type: ignore[no-untyped-call]
             return outputs[LOGP].detach(), [p.grad for p in self.parameters]
         finally:
-            for p, grad in zip(self.parameters, kept, strict=True):
+            for p, grad in zip(trained, kept, strict=True):
                 p.grad = grad
 
     @contextmanager
@@ -178,13 +201,17 @@ class ModelReplay:
             with self._in_float32(), self._standing_in() as move:
                 yield move
             return
-        with self._in_float32(), torch.no_grad():
-            data = [p.data for p in self.parameters]
-            before = [x.clone() for x in data]
-            try:
-                yield lambda distance: _set(data, before, list(self.gradient), distance)
-            finally:
-                torch._foreach_copy_(data, before)
+        with self._in_float32(), torch.no_grad(), self._moving([p.data for p in self.parameters]) as move:
+            yield move
+
+    @contextmanager
+    def _moving(self, data: list[Tensor]) -> Iterator[Callable[[float], None]]:
+        """Put back from a copy: adding and subtracting a step does not bring back the same bits."""
+        before = [x.clone() for x in data]
+        try:
+            yield lambda distance: _set(data, before, list(self.gradient), distance)
+        finally:
+            torch._foreach_copy_(data, before)
 
     @contextmanager
     def _in_float32(self) -> Iterator[None]:
@@ -260,7 +287,7 @@ def _set(data: list[Tensor], before: list[Tensor], gradient: list[Tensor], dista
     torch._foreach_add_(data, gradient, alpha=distance)
 
 
-def _loss(outputs: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Tensor:
+def loss_of(outputs: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Tensor:
     """sum of weight * output, only over outputs that have a weight: 0 times what is not finite would be NaN."""
     terms = []
     for name, w in weight.items():

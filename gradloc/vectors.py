@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from seismograd.gradloc.tokens import Floats
 
 Gradient = list[Tensor | None]
 
@@ -14,20 +17,33 @@ Gradient = list[Tensor | None]
 def norm_of(gradient: Sequence[Tensor | None]) -> float:
     """L2 norm over all parameters.
 
-    Finite gradients have a finite norm here, also where their squares overflow float32.
+    Also where the squares overflow float32, or vanish in it.
     """
     grads = [g for g in gradient if g is not None]
     if not grads:
         return 0.0
     norm = _root(torch._foreach_norm(grads, 2.0))
-    if not math.isinf(norm):
+    if not (math.isinf(norm) or norm == 0):
         return norm
-    largest = max(float(g.abs().max()) for g in grads)
-    return largest * _root([(g / largest).norm() for g in grads]) if math.isfinite(largest) else norm
+    largest = max(float(g.abs().max()) for g in grads if g.numel())
+    return largest * _root([(g / largest).norm() for g in grads]) if 0 < largest < math.inf else norm
+
+
+def norms_of(gradient: Sequence[Tensor | None]) -> Floats:
+    """(P,) L2 norm of each parameter's gradient, 0 where it has none, in the order of the parameters."""
+    return np.array([norm_of([g]) for g in gradient])
+
+
+def root(norms: Floats) -> float:
+    """The norm of the whole from those of its parts; finite where they are."""
+    largest = float(norms.max(initial=0.0))
+    if largest == 0 or not math.isfinite(largest):
+        return float(np.sqrt(np.square(norms).sum())) if np.isnan(norms).any() else largest
+    return largest * float(np.sqrt(np.square(norms / largest).sum()))
 
 
 def along(gradient: Sequence[Tensor | None], whole: Sequence[Tensor], norm: float) -> float:
-    """g . G / |G|. Divided first, so that no product overflows."""
+    """g . G / norm. Divided first, so that no product overflows."""
     return sum(
         float((g * (w / norm)).sum(dtype=torch.float64)) for g, w in zip(gradient, whole, strict=True) if g is not None
     )

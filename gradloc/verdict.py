@@ -115,8 +115,6 @@ def _token(case: _Case) -> Verdict | None:
         and c.log_ratio > bound
         and case.explains(c.log_ratio, c.loss_weight)
     ]
-    # A token of a sequence that drifted as a whole is not the cause.
-    guilty = [c for c in guilty if (c.sequence_log_ratio or 0.0) < 2 * (c.log_ratio or 0.0)]
     if not guilty:
         return None
     worst = guilty[0]
@@ -247,7 +245,7 @@ def _diffuse(case: _Case) -> Verdict:
 
 
 def _of_sequence(case: _Case, s: SequenceDrift) -> tuple[Culprit, ...]:
-    return tuple(c for c in case.candidates if (c.rank, c.micro_batch, c.row) == (s.rank, s.micro_batch, s.row))
+    return tuple(c for c in case.candidates if (c.rank, c.sequence) == (s.rank, s.sequence))
 
 
 def _place(s: SequenceDrift) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from seismograd.gradloc.attribution import Step
 from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.gradloc.tokens import Ints
-from seismograd.gradloc.vectors import Gradient, added, along, less, norm_of
+from seismograd.gradloc.vectors import Gradient, added, less, root
 from seismograd.telemetry.incidents import LayerNorms
 from seismograd.telemetry.layers import ALL, Grouping, places
 
@@ -67,6 +67,8 @@ class Verification:
 
 def verify(step: Step, replay: Replay, candidates: Ints) -> Verification:
     """A masked backward for each of this rank's candidates; those of one micro-batch share its forward."""
+    if replay.joint:
+        return _verify_jointly(step, replay, candidates)
     found: dict[int, Verified] = {}
     error, forwards, backwards = 0.0, 0.0, 0.0
     total: Gradient | None = None
@@ -80,6 +82,28 @@ def verify(step: Step, replay: Replay, candidates: Ints) -> Verification:
         forwards, backwards = forwards + part, backwards + part * len(mine)
     share = 1 / max(1, len(step.batches))
     return Verification(tuple(found[int(t)] for t in candidates), error, forwards * share, backwards * share, total)
+
+
+def _verify_jointly(step: Step, replay: Replay, candidates: Ints) -> Verification:
+    """Where a backward is that of all ranks: one for each candidate of any rank, in which the others weigh nothing."""
+    found: dict[int, Verified] = {}
+    error, total, number = 0.0, None, 0
+    everybody = step.ranks.gather([int(t) for t in candidates])
+    for rank, token in [(rank, token) for rank, tokens in enumerate(everybody) for token in tokens]:
+        mine = rank == step.ranks.rank
+        i = int(step.tokens.batch[token]) if mine else 0
+        like = step.batches[i].logp
+        weight = step.tokens.weights(i, like, np.array([token])) * step.scale if mine else torch.zeros_like(like)
+        ((logp, gradient),) = replay.backward(i, [{LOGP: weight}])
+        verified = _verified(step, replay, token, gradient)
+        total = gradient if total is None else added(total, gradient)
+        number += 1
+        if mine:
+            found[token] = verified
+            distance = (logp.float() - like.float()).abs()[step.batches[i].mask]
+            error = max(error, float(distance[distance.isfinite()].max()) if distance.isfinite().any() else 0.0)
+    part = number / max(1, replay.rounds)
+    return Verification(tuple(found[int(t)] for t in candidates), error, part, part, total)
 
 
 def _gradients(
@@ -115,9 +139,15 @@ def _run(
     return found, off
 
 
-def layer_norms(names: Sequence[str], gradient: Gradient) -> LayerNorms:
+def layer_norms(replay: Replay, gradient: Sequence[Tensor | None]) -> LayerNorms:
     """Norms by layer and module group, the layer whole under "all"."""
-    return _by_layer(Grouping.of(places(names)), gradient)
+    grouping = Grouping.of(places(replay.names))
+    per_parameter = replay.norms(gradient)
+    norms = grouping.norms(per_parameter, root(per_parameter))
+    found: dict[str, dict[str, float]] = {}
+    for (layer, group), norm in list(zip(grouping.series, norms.tolist(), strict=True))[1:]:
+        found.setdefault(layer, {})[group] = norm
+    return found
 
 
 def norm_without(step: Step, replay: Replay, verification: Verification) -> float | None:
@@ -126,6 +156,8 @@ def norm_without(step: Step, replay: Replay, verification: Verification) -> floa
     None where the culprits lie on several ranks and their gradients are too long to be sent about.
     """
     total = verification.total
+    if replay.joint:
+        return step.norm if total is None else root(replay.norms(less(replay.gradient, total)))
     holders: list[bool] = step.ranks.gather(total is not None)
     if sum(holders) > 1 and sum(p.numel() for p in replay.parameters) <= _SENT:
         dense = [torch.zeros_like(p) for p in replay.parameters]
@@ -133,8 +165,8 @@ def norm_without(step: Step, replay: Replay, verification: Verification) -> floa
             if g is not None:
                 own.copy_(g)
         step.ranks.add(dense)
-        return norm_of(less(replay.gradient, list(dense)))
-    own_norm = None if total is None else norm_of(less(replay.gradient, total))
+        return root(replay.norms(less(replay.gradient, list(dense))))
+    own_norm = None if total is None else root(replay.norms(less(replay.gradient, total)))
     norms = step.ranks.gather(own_norm)
     if sum(holders) > 1:
         return None
@@ -142,16 +174,15 @@ def norm_without(step: Step, replay: Replay, verification: Verification) -> floa
 
 
 def _verified(step: Step, replay: Replay, token: int, gradient: Gradient) -> Verified:
-    grouping = Grouping.of(places(replay.names))
     rest = less(replay.gradient, gradient)
-    own = _by_layer(grouping, gradient)
+    own, others = layer_norms(replay, gradient), layer_norms(replay, rest)
     return Verified(
         token=token,
-        norm=norm_of(gradient),
-        share=along(gradient, replay.gradient, step.norm) / step.norm,
-        without=norm_of(rest),
+        norm=root(replay.norms(gradient)),
+        share=replay.along(gradient, step.norm) / step.norm,
+        without=root(replay.norms(rest)),
         norms=own,
-        heterogeneity=_heterogeneity(own, _by_layer(grouping, rest)),
+        heterogeneity=_heterogeneity(own, others),
     )
 
 
@@ -159,12 +190,3 @@ def _heterogeneity(own: LayerNorms, rest: LayerNorms) -> float:
     quotients = np.array([own[layer][ALL] / rest[layer][ALL] for layer in own if rest[layer][ALL] > 0])
     usual = float(np.median(quotients)) if len(quotients) >= 3 else 0.0
     return float(quotients.max()) / usual if usual > 0 else 1.0
-
-
-def _by_layer(grouping: Grouping, gradient: Gradient) -> LayerNorms:
-    per_parameter = np.array([0.0 if g is None else float(g.norm()) for g in gradient])
-    norms = grouping.norms(per_parameter, float(np.linalg.norm(per_parameter)))
-    found: dict[str, dict[str, float]] = {}
-    for (layer, group), norm in list(zip(grouping.series, norms.tolist(), strict=True))[1:]:
-        found.setdefault(layer, {})[group] = norm
-    return found

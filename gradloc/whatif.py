@@ -25,7 +25,7 @@ def controls_on(culprits: Sequence[Culprit], norm: float) -> dict[str, dict[str,
     for name, control in _TOKEN_CONTROLS.items():
         left = control(log_ratio)
         # The loss holds the token with its whole ratio; the control replaces it.
-        kept = [float(w) / math.exp(min(float(r), 700.0)) for w, r in zip(left, log_ratio, strict=True)]
+        kept = [_kept(float(w), float(r)) for w, r in zip(left, log_ratio, strict=True)]
         found[name] = {"weights": [float(w) for w in left], "grad_norm": _norm(culprits[0], norm, kept[0])}
     sums = [c.sequence_log_ratio for c in culprits]
     if all(s is not None for s in sums):
@@ -35,6 +35,12 @@ def controls_on(culprits: Sequence[Culprit], norm: float) -> dict[str, dict[str,
             "grad_norm": None if inside[0] else _norm(culprits[0], norm, 0.0),
         }
     return found
+
+
+def _kept(weight: float, log_ratio: float) -> float:
+    """The part of the ratio that the control leaves; all of one that is 0 anyway."""
+    ratio = math.exp(min(log_ratio, 700.0))
+    return weight / ratio if ratio > 0 else 1.0
 
 
 def _norm(culprit: Culprit, norm: float, kept: float) -> float | None:

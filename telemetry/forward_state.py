@@ -65,10 +65,17 @@ class ForwardState:
 @contextmanager
 def kept_buffers(model: nn.Module) -> Iterator[None]:
     """Buffers that a forward writes (running statistics, routers' token counts) are as before when the context ends."""
-    before = [(buffer, buffer._version, buffer.detach().clone()) for buffer in model.buffers()]
+    before = [
+        (module._buffers, key, buffer, buffer._version, buffer.detach().clone())
+        for module in model.modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     try:
         yield
     finally:
-        for buffer, version, values in before:
+        for buffers, key, buffer, version, values in before:
+            if buffers.get(key) is not buffer:  # the forward put another one in its place
+                buffers[key] = buffer
             if buffer._version != version:
                 buffer.data.copy_(values)

@@ -38,6 +38,7 @@ class Culprit:
     Args:
         rank, micro_batch, row: where it is.
         position: column in input_ids of the predicted token.
+        sequence: index of its sequence among all of its rank's, in the order of the micro-batches; -1 where unknown.
         share: its part of the step's gradient norm; the shares of all tokens add up to 1, less what is named in
             `Incident.parts`.
         pull: d logp / d theta . G / |G|: how fast its log-probability changes along the step's gradient, or None.
@@ -57,6 +58,7 @@ class Culprit:
     micro_batch: int
     row: int
     position: int
+    sequence: int
     share: float
     loss_weight: float
     logp: float

@@ -50,7 +50,7 @@ def full() -> Incident:
         EVIL: {EVIL: 3.0},
     }
     culprit = Culprit(
-        *(0, 1, 2, 12), share=0.75, loss_weight=-4.0, logp=-19.5, rollout_logp=-math.inf, shadow_logp=-19.0,
+        *(0, 1, 2, 12), sequence=2, share=0.75, loss_weight=-4.0, logp=-19.5, rollout_logp=-math.inf, shadow_logp=-19.0,
         log_ratio=math.nan, sequence_log_ratio=math.inf, advantage=1.5, influence=math.inf, grad_norm=38.0,
         norms=norms, token_id=7, text=EVIL, before=f"nan{BIDI}" + EVIL, after="inf",
     )  # fmt: skip
@@ -87,7 +87,7 @@ INCIDENTS = {
     "full": full(),
     "nameless run": minimal(run="nan", notes=("nan", "inf"), environment={"device": "inf"}, time=math.nan),
     "hand-made": minimal(
-        culprits=(Culprit(0, 0, 0, 1, 1.0, -1.0, -2.0),), sequences=(SequenceShares(0, 0, 0, (), ()),)
+        culprits=(Culprit(0, 0, 0, 1, 0, 1.0, -1.0, -2.0),), sequences=(SequenceShares(0, 0, 0, (), ()),)
     ),
 }
 

@@ -1,0 +1,113 @@
+"""Replays of a model whose parameters are sharded by FSDP2 (``torch.distributed.fsdp.fully_shard``).
+
+Each rank moves its own shards by its own shards of the gradient, which needs no communication that a forward would not
+do anyway. A forward gathers the parameters, so all ranks run as many, those with fewer micro-batches their last one
+again; and a backward reduces, so that its gradient is that of all ranks' tokens together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from seismograd.gradloc.replay import LOGP, ModelReplay, loss_of
+from seismograd.gradloc.tokens import Floats
+from seismograd.gradloc.vectors import Gradient
+from seismograd.telemetry.ranks import Ranks
+from seismograd.telemetry.records import TokenBatch
+
+
+class ShardedReplay(ModelReplay):
+    """See `ModelReplay`; here `parameters` and all gradients are this rank's shards.
+
+    Args:
+        model: as there.
+        batches: of this rank; at least one.
+        ranks: those that share the step, and the parameters.
+
+    Raises:
+        ValueError: as there; also where a rank has no micro-batch, or parameters of 16 bits.
+    """
+
+    joint = True
+
+    def __init__(self, model: nn.Module, batches: Sequence[TokenBatch], ranks: Ranks) -> None:
+        counts = ranks.gather(len(batches))
+        if not all(counts):
+            raise ValueError(f"rank {counts.index(0)} has no micro-batch to run a forward of, and all must")
+        super().__init__(model, batches)
+        if any(p.element_size() < 4 for p in self.parameters):
+            raise ValueError("sharded parameters of 16 bits cannot hold a step that is small enough")
+        self.rounds = max(counts)
+        self._ranks = ranks
+        self._whole: Sequence[Tensor] = self.parameters
+        self.parameters = [_local(p.detach()) for p in self._whole]
+        self.gradient = [_local(g) for g in self.gradient]
+
+    def by_rows(self, i: int) -> bool:
+        return False
+
+    def forward(self, i: int, rows: Sequence[int] | None = None) -> Mapping[str, Tensor]:
+        outputs = super().forward(min(i, len(self._batches) - 1))
+        if not torch.is_grad_enabled():
+            # The root stays gathered after a forward without a backward, and would not see the next move.
+            for module in self._model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return outputs
+
+    def backward(
+        self, i: int, weights: Sequence[Mapping[str, Tensor]], rows: Sequence[int] | None = None
+    ) -> Iterator[tuple[Tensor, Gradient]]:
+        """By .backward(), with the step's gradients set aside meanwhile. FSDP averages over ranks; this is the sum."""
+        for weight in weights:
+            kept = [p.grad for p in self._whole]
+            try:
+                for p in self._whole:
+                    p.grad = None
+                with torch.enable_grad():
+                    outputs = self.forward(i)
+                    # Every output takes part on every rank, or a rank would skip the reduction.
+                    anchor = outputs[LOGP].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).sum() * 0.0
+                    (anchor + self._ranks.size * loss_of(outputs, weight)).backward()  # type: ignore[no-untyped-call]
+                found = [None if p.grad is None else _local(p.grad) for p in self._whole]
+                yield outputs[LOGP].detach(), found
+            finally:
+                for p, grad in zip(self._whole, kept, strict=True):
+                    p.grad = grad
+
+    def norms(self, gradient: Sequence[Tensor | None]) -> Floats:
+        squares = np.square(super().norms(gradient))
+        return np.sqrt(np.array(self._ranks.sum(squares.tolist()), dtype=np.float64))
+
+    def along(self, gradient: Sequence[Tensor | None], norm: float) -> float:
+        return self._ranks.sum([super().along(gradient, norm)])[0]
+
+    @contextmanager
+    def movable(self) -> Iterator[Callable[[float], None]]:
+        with torch.no_grad(), self._moving(list(self.parameters)) as move:
+            yield move
+
+    @contextmanager
+    def dual(self) -> Iterator[None]:
+        if self.joint:
+            raise NotImplementedError("forward-mode differentiation of sharded parameters")
+        yield
+
+    def first_nonfinite(self, i: int | None) -> str | None:
+        return None  # ranks would run unequal numbers of forwards
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any parameter is a DTensor."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
