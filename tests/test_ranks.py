@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,69 @@ dist.destroy_process_group()
 """
 
 
+SHARDED = """
+import os, sys
+sys.path.insert(0, {top!r})
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+import seismograd.telemetry.ranks as ranks
+from seismograd import watch
+from tests.tiny import PlainModel
+
+watched, runs, what = {watched}, {runs!r}, {what!r}
+ranks.meet.__defaults__ = (60.0,)
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = PlainModel()
+for layer in model.layers:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+run = None
+if watched:
+    run = watch(model=model, optimizer=optimizer, runs=runs, name="run", gradloc="every" if what == "every" else "auto")
+torch.manual_seed(100 + rank)
+guilty = size - 1
+
+def micro_batch(step, last):
+    ids = torch.randint(0, 20, (4, 9))
+    logp = model(ids)
+    rollout = logp.detach() + 0.02 * torch.randn_like(logp)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    if what != "every" and step == 14 and rank == guilty and last:
+        rollout[1, 3] -= 9.0
+    if run:
+        run.tokens(logp=logp, rollout_logp=rollout, advantage=advantage, input_ids=ids,
+                   replay=lambda ids=ids: model(ids))
+    ratio = (logp - rollout).exp()
+    return -torch.min(ratio * advantage[:, None], ratio.clamp(0.8, 1.2) * advantage[:, None]).mean()
+
+def train_step(step):
+    for last in (False, True):
+        micro_batch(step, last).backward()
+    norm = run.clip_grad_norm_(1.0) if run else torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norms.append(float(norm.full_tensor()))
+    optimizer.step()
+    optimizer.zero_grad()
+
+norms = []
+for step in range(16 if what != "every" else 4):
+    if run:
+        with run.step():
+            train_step(step)
+    else:
+        train_step(step)
+local = torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
+with open(f"{{__file__}}.{{rank}}", "w") as file:
+    file.write(f"{{norms}} {{local.numpy().tobytes().hex()}}")
+if run:
+    run.close()
+dist.destroy_process_group()
+"""
+
+
 def launch(folder: Path, script: str, size: int, **values: object) -> list[str]:
     """What each rank has written."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,3 +197,26 @@ def test_watch_on_rank_0_only_waits_for_nobody_for_ever(tmp_path: Path) -> None:
     with RunStore.read(tmp_path / "runs" / "run" / "run.db") as store:
         assert len(store.series("grad_norm", layer="all", group="all")) == 16
         assert any("not called on all ranks" in event.message for event in store.events("degraded"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "size"), [("planted", 2), ("planted", 4), ("every", 2)])
+def test_sharded_parameters(tmp_path: Path, what: str, size: int) -> None:
+    """FSDP2: each rank has its shards only, and the norms, the shares and the verified gradient are of the whole."""
+    with_hook = launch(tmp_path / "with", SHARDED, size, watched=True, what=what)
+    assert with_hook == launch(tmp_path / "without", SHARDED, size, watched=False, what=what)
+    assert faults(tmp_path / "with") == []
+    incidents = found(tmp_path / "with")
+    assert {incident.method for incident in incidents} == {"attribution"}
+    assert all(incident.completeness == pytest.approx(1, abs=0.05) for incident in incidents)
+    with RunStore.read(tmp_path / "with" / "runs" / "run" / "run.db") as store:
+        norms = store.series("grad_norm", layer="all", group="all")
+    assert [norm for _, norm in norms] == pytest.approx(json.loads(with_hook[0].partition("]")[0] + "]"), rel=1e-5)
+    if what == "planted":
+        incident = incidents[-1]
+        worst = incident.culprits[0]
+        assert (incident.step, incident.verdict) == (15, "A.1")
+        assert (worst.rank, worst.micro_batch, worst.row, worst.position) == (size - 1, 1, 1, 4)
+        assert incident.without_culprits is not None
+        assert incident.without_culprits < 0.2 * incident.grad_norm
+        assert worst.grad_norm == pytest.approx(incident.grad_norm, rel=0.1)
