@@ -32,7 +32,7 @@ from seismograd.collectors.table import TokenTable
 from seismograd.collectors.transfer import Host, Transfer
 from seismograd.telemetry.detector import Detector, Measured
 from seismograd.telemetry.faults import Faults
-from seismograd.telemetry.incidents import Incident
+from seismograd.telemetry.incidents import Explained
 from seismograd.telemetry.layers import ModelMap
 from seismograd.telemetry.ranks import Alone, Ranks
 from seismograd.telemetry.records import ClipSpec, Event, Spike, TokenBatch
@@ -54,7 +54,7 @@ class Localiser(Protocol):
     def wants(self, spikes: Sequence[Spike]) -> bool:
         """Whether the step's spikes are to be explained."""
 
-    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks) -> Incident:
+    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks) -> Explained:
         """The incident, from all of the step's micro-batches of all ranks, all of which call it."""
 
 
@@ -241,7 +241,7 @@ class StepMonitor:
                     hook_seconds=mine,
                     probe_ages=self._probes.ages(step.number),
                     deployed=step.deployed,
-                    incident=step.incident,
+                    explained=step.explained,
                 )
             )
 
@@ -296,7 +296,7 @@ class StepMonitor:
         localiser = self._localiser
         if wanted and localiser is not None and self._faults.working("gradloc"):
             with self.guard("gradloc"):
-                step.incident = localiser.explain(step.number, step.batches, step.spikes, ranks)
+                step.explained = localiser.explain(step.number, step.batches, step.spikes, ranks)
 
     def _detect(self, step: Step, ranks: Ranks) -> bool:
         """Judge the step; whether it is to be localised. Rank 0 judges what all have seen, and all do as it says.

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seismograd.collectors.table import TokenTable
-from seismograd.telemetry.incidents import Incident
+from seismograd.telemetry.incidents import Explained
 from seismograd.telemetry.layers import Grouping
 from seismograd.telemetry.records import ClipSpec, Spike
 
@@ -67,7 +67,7 @@ class StepPayload:
         hook_seconds: time spent in the training thread by part.
         probe_ages: steps since each probe ran.
         deployed: results that arrived with this step's transfer.
-        incident: the localisation of this step's spike, or None.
+        explained: the localisation of this step's spike, or None.
     """
 
     step: int
@@ -81,7 +81,7 @@ class StepPayload:
     hook_seconds: Mapping[str, float] = field(default_factory=dict)
     probe_ages: Mapping[str, int] = field(default_factory=dict)
     deployed: tuple[Deployed, ...] = ()
-    incident: Incident | None = None
+    explained: Explained | None = None
 
     @property
     def size(self) -> int:

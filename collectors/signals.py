@@ -23,7 +23,7 @@ from seismograd.collectors.table import TokenTable
 from seismograd.telemetry.baselines import Robust, RobustState
 from seismograd.telemetry.detector import Detector, measured
 from seismograd.telemetry.faults import Faults, warn
-from seismograd.telemetry.incidents import VERDICTS, Incident
+from seismograd.telemetry.incidents import VERDICTS, Explained
 from seismograd.telemetry.records import ClipSpec, Event, Reading, Row, Spike
 
 # What each part of the token signals is called where it fails, and the function that computes it.
@@ -54,7 +54,7 @@ class SignalWorker:
         faults: Faults,
         cpu_seconds: Callable[[], Mapping[str, float]],
         dropped: Callable[[], int],
-        incidents: Callable[[Incident], str] | None = None,
+        incidents: Callable[[Explained], str] | None = None,
     ) -> None:
         self._detector, self._faults = detector, faults
         self._cpu_seconds, self._dropped, self._write_incident = cpu_seconds, dropped, incidents
@@ -117,16 +117,17 @@ class SignalWorker:
                 spikes += self._detector.judge(payload.step, measured(readings))
         self._spikes.update(spike.signal for spike in spikes)
         events = [_announced(spike) for spike in spikes]
-        if payload.incident is not None:
+        if payload.explained is not None:
             with self._faults.fence("incident"):
-                readings += self._incident(payload.incident, events)
+                readings += self._incident(payload.explained, events)
         readings += [*self._counters(), *self._own_cost(payload)]
         row = Row(payload.step, payload.ended, tuple(readings))
         return [*(_deployed_row(d, payload.ended) for d in payload.deployed), row], events
 
-    def _incident(self, incident: Incident, events: list[Event]) -> list[Reading]:
+    def _incident(self, explained: Explained, events: list[Event]) -> list[Reading]:
+        incident = explained.incident
         self._incidents[incident.verdict] += 1
-        path = None if self._write_incident is None else self._write_incident(incident)
+        path = None if self._write_incident is None else self._write_incident(explained)
         where = "" if path is None else f" ({path})"
         events.append(
             Event("incident", f"{incident.headline()}{where}", incident.step, data={"path": path, **incident.summary()})

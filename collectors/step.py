@@ -11,7 +11,7 @@ from seismograd.collectors.payload import Deployed, Gradients
 from seismograd.collectors.ratio import largest_log_ratio, largest_sequence_pull, nonfinite_counts
 from seismograd.collectors.table import TokenTable
 from seismograd.telemetry.detector import Measured
-from seismograd.telemetry.incidents import Incident
+from seismograd.telemetry.incidents import Explained
 from seismograd.telemetry.records import Spike, TokenBatch
 
 
@@ -26,7 +26,7 @@ class Step:
         prepared: whether it has been probed, read and judged.
         shadowed: whether its batches have the shadow's log-probs.
         tokens, gradients, spikes, deployed: once they are known.
-        incident: the spike's localisation, where one ran.
+        explained: the spike's localisation, where one ran.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Step:
     gradients: Gradients | None = None
     spikes: tuple[Spike, ...] = ()
     deployed: tuple[Deployed, ...] = ()
-    incident: Incident | None = None
+    explained: Explained | None = None
 
 
 def measured_in(step: Step, overflow_expected: bool) -> Mapping[str, Measured]:

@@ -1,11 +1,11 @@
-"""RUN/incidents: each incident as step-NNNNNN.json, with a page of the same name beside it."""
+"""RUN/incidents: each incident as step-NNNNNN.json, with a page and perhaps micro-batches of the same name."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from seismograd.telemetry.incidents import Incident
+from seismograd.telemetry.incidents import Explained
 
 
 class IncidentFolder:
@@ -18,20 +18,24 @@ class IncidentFolder:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def __call__(self, incident: Incident) -> str:
-        """Write both files; the path of the JSON. A step that has an incident already keeps it.
+    def __call__(self, explained: Explained) -> str:
+        """Write its files; the path of the JSON. A step that has an incident already keeps it.
 
         Raises:
             OSError: they cannot be written; the message names the file and the fix.
         """
         # Jinja is loaded with the first incident only.
         from seismograd.gradloc.page import incident_page
+        from seismograd.gradloc.saved import write_saved
 
+        incident = explained.incident
         try:
             self._path.mkdir(parents=True, exist_ok=True)
             file = self._free(f"step-{max(0, incident.step):06d}")
             _write(file, incident.to_json() + "\n")
             _write(file.with_suffix(".html"), incident_page(incident))
+            if explained.saved is not None:
+                write_saved(explained.saved, file.with_suffix(".pt"))
         except OSError as e:
             raise OSError(
                 f"cannot write into {self._path} ({e.strerror}): free space there, or set runs= or SEISMOGRAD_RUNS to "

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import seismograd
-from seismograd import incident_command
+from seismograd import incident_command, replay_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,9 +23,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(demo)
     incident = commands.add_parser("incident", help="show a localised spike, or write it as a web page")
     incident_command.add_arguments(incident)
+    replay = commands.add_parser("replay", help="localise saved micro-batches again, with the weights of a checkpoint")
+    replay_command.add_arguments(replay)
     args = parser.parse_args(argv)
     if args.command == "incident":
         return incident_command.show_incident(args)
+    if args.command == "replay":
+        return replay_command.replay(args)
     # Imported only when it runs: it needs TRL and Transformers.
     from seismograd.demo.run import run_demo
 

@@ -13,6 +13,7 @@ A setting that is passed to `watch` wins over the environment, which wins over t
     clip         SEISMOGRAD_CLIP         0.2,0.28        (eps_low,eps_high; plain loops only)
     gradloc      SEISMOGRAD_GRADLOC      auto            (or off, or every)
     text         SEISMOGRAD_TEXT         none            (or full)
+    save_batches SEISMOGRAD_SAVE_BATCHES 64              (megabytes)
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Config:
             out), "off" never.
         text: "full" puts texts and ids of the guilty tokens into incidents, "none" leaves both out of all files and
             sinks.
+        save_batches: megabytes of a spike's micro-batches that may be kept beside its incident, for ``seismograd
+            replay``; 0 for none. They hold token ids, so text="none" keeps none either.
 
     Raises:
         ConfigError: a value that cannot be.
@@ -75,9 +78,10 @@ class Config:
     clip: tuple[ClipSpec, ...] = (ClipSpec(),)
     gradloc: str = "auto"
     text: str = "full"
+    save_batches: float = 0.0
 
     def __post_init__(self) -> None:
-        for check in (_runs, _name, _sinks, _prometheus, _budget, _probes, _shadow, _clip, _choices):
+        for check in (_runs, _name, _sinks, _prometheus, _budget, _probes, _shadow, _clip, _choices, _save_batches):
             check(self)
 
     @classmethod
@@ -121,6 +125,7 @@ class Config:
             ],
             "gradloc": self.gradloc,
             "text": self.text,
+            "save_batches": self.save_batches,
         }
 
 
@@ -203,6 +208,13 @@ def _choices(c: Config) -> None:
             raise _refuse(name, value, f"give one of {', '.join(choices)}")
 
 
+def _save_batches(c: Config) -> None:
+    if not (_is_number(c.save_batches) and 0 <= c.save_batches < math.inf):
+        raise _refuse("save_batches", c.save_batches, "give megabytes, e.g. 64, or 0 for none")
+    if c.save_batches and c.text == "none":
+        raise _refuse("save_batches", c.save_batches, 'saved micro-batches hold token ids: set text="full", or 0 here')
+
+
 def _normal(name: str, value: Any) -> Any:
     """The friendlier forms in which `watch` takes a setting."""
     if name == "runs":
@@ -268,4 +280,5 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "clip": _parse_clip,
     "gradloc": str,
     "text": str,
+    "save_batches": float,
 }

@@ -9,8 +9,9 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from seismograd.gradloc import Incident, localize
-from seismograd.telemetry.incidents import Culprit, SequenceShares
+from seismograd.gradloc import localize
+from seismograd.gradloc.saved import saved
+from seismograd.telemetry.incidents import Culprit, Explained, SequenceShares
 from seismograd.telemetry.ranks import Ranks
 from seismograd.telemetry.records import Spike, TokenBatch
 
@@ -33,19 +34,26 @@ class GradLoc:
         text: "none" leaves texts and ids out of the incident.
         decode: token ids to text, or None where the loop has given none.
         run: its name.
+        save: megabytes of micro-batches that may be kept beside an incident; 0 for none.
     """
 
     def __init__(
-        self, model: nn.Module, when: When, text: Text, decode: Callable[[Sequence[int]], str] | None, run: str
+        self,
+        model: nn.Module,
+        when: When,
+        text: Text,
+        decode: Callable[[Sequence[int]], str] | None,
+        run: str,
+        save: float = 0.0,
     ) -> None:
-        self._model, self._when, self._text, self._run = model, when, text, run
+        self._model, self._when, self._text, self._run, self._save = model, when, text, run, save
         self._decode = decode if text == "full" else None
 
     def wants(self, spikes: Sequence[Spike]) -> bool:
         """Whether they are to be explained."""
         return self._when == "every" or (self._when == "auto" and any(not spike.repeat for spike in spikes))
 
-    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks) -> Incident:
+    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks) -> Explained:
         """The incident of this step, from gradients that have not been clipped yet."""
         replayable = all(ranks.gather(all(batch.replay is not None for batch in batches)))
         with warnings.catch_warnings():
@@ -57,7 +65,7 @@ class GradLoc:
                 ranks=ranks,
             )
         first = next((s for s in spikes if not s.repeat), spikes[0] if spikes else None)
-        return replace(
+        told = replace(
             incident,
             step=step,
             run=self._run,
@@ -65,6 +73,12 @@ class GradLoc:
             culprits=self._everybody(ranks, incident.culprits, lambda c: self._told(c, batches)),
             sequences=self._everybody(ranks, incident.sequences, lambda s: self._told_sequence(s, batches)),
         )
+        kept = saved(batches, 1 / ranks.size, self._save) if self._save > 0 else None
+        if self._save > 0 and kept is None:
+            told = replace(
+                told, notes=(*told.notes, f"the micro-batches were not saved: above {self._save:g} MB, or no ids")
+            )
+        return Explained(told, kept)
 
     def _everybody(self, ranks: Ranks, items: Sequence[T], tell: Callable[[T], T]) -> tuple[T, ...]:
         """Each item as told by the rank that has its text."""

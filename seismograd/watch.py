@@ -54,6 +54,7 @@ def watch(
     clip: ClipSpec | Sequence[ClipSpec] | tuple[float, float] | float | None = None,
     gradloc: str | None = None,
     text: str | None = None,
+    save_batches: float | None = None,
 ) -> Run:
     """Watch a run from now on.
 
@@ -64,8 +65,8 @@ def watch(
         trainer: a ``trl.GRPOTrainer``.
         model: the trained model of a plain loop.
         optimizer: of a plain loop; with it, steps that do not clip are watched as well.
-        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text: see `seismograd.Config`, which also
-            names the environment variable that stands for each.
+        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text, save_batches: see
+            `seismograd.Config`, which also names the environment variable that stands for each.
 
     Returns:
         The run. A trainer that is watched already gives its run again, and says so.
@@ -80,6 +81,7 @@ def watch(
     given = {
         "runs": runs, "name": name, "sinks": sinks, "prometheus": prometheus,
         "budget": budget, "probes": probes, "shadow": shadow, "clip": clip, "gradloc": gradloc, "text": text,
+        "save_batches": save_batches,
     }  # fmt: skip
     config = Config.resolve(given)
     alone = _world_size() == 1
@@ -193,7 +195,7 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
 
     localiser = None
     if config.gradloc != "off":
-        localiser = GradLoc(model, config.gradloc, config.text, decode, name)  # type: ignore[arg-type]
+        localiser = GradLoc(model, config.gradloc, config.text, decode, name, config.save_batches)  # type: ignore[arg-type]
     monitor = StepMonitor(model, budget, config.shadow, detector, outlet, faults, localiser, partial(_meet, say))  # type: ignore[arg-type]
     for event in early:
         hub.event(event)

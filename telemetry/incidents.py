@@ -245,6 +245,19 @@ _TEXTS = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Explained:
+    """An incident on its way to its files.
+
+    Args:
+        incident: as it is told.
+        saved: the step's micro-batches for a later replay, see gradloc/saved.py; None where they are not kept.
+    """
+
+    incident: Incident
+    saved: Mapping[str, Any] | None = None
+
+
 def _made(kind: Any, data: Mapping[str, Any]) -> Any:
     """A record of the fields that it knows; lists become tuples."""
     known = {f.name for f in fields(kind)}

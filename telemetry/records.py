@@ -110,6 +110,7 @@ class TokenBatch:
         rank: process that holds the tokens.
         input_ids: (B, T) int64, or None where the loop did not pass them.
         mask: (B, T-1) bool, true where a token is trained.
+        attention_mask: (B, T), nonzero where input_ids is no padding, or None.
         logp: (B, T-1) float, of the training forward, detached.
         rollout_logp: (B, T-1) float as the rollout gave it (non-finite where the engine gave none), or None.
         old_logp: (B, T-1) float, the reference of the PPO ratio where that is not `rollout_logp` itself, or None.
@@ -125,6 +126,7 @@ class TokenBatch:
             None.
         engine: whether `rollout_logp` comes from a rollout engine; False where the trainer recomputed it itself, so
             that no gap of precision lies between the two.
+        temperature: that the logits are divided by in `logp`.
         replay: runs the same forward again and returns logp (B, T-1), or None.
         replay_all: as `replay`, but returns all that the loss may take from the model, by name: "logp" and the names of
             `others`; None where there is nothing but logp.
@@ -140,6 +142,7 @@ class TokenBatch:
     mask: Tensor
     logp: Tensor
     input_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
     rollout_logp: Tensor | None = None
     old_logp: Tensor | None = None
     shadow_logp: Tensor | None = None
@@ -151,6 +154,7 @@ class TokenBatch:
     sequence: Tensor | None = None
     staleness: Tensor | int | None = None
     engine: bool = True
+    temperature: float = 1.0
     replay: Callable[[], Tensor] | None = None
     replay_all: Callable[[], Mapping[str, Tensor]] | None = None
     replay_rows: Callable[[Tensor], Mapping[str, Tensor]] | None = None

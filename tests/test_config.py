@@ -22,7 +22,8 @@ ENVIRONMENT = {
     "SEISMOGRAD_SHADOW": "fp16",
     "SEISMOGRAD_CLIP": "0.2,0.28",
     "SEISMOGRAD_GRADLOC": "off",
-    "SEISMOGRAD_TEXT": "none",
+    "SEISMOGRAD_TEXT": "full",
+    "SEISMOGRAD_SAVE_BATCHES": "64",
 }
 
 
@@ -39,7 +40,8 @@ def test_every_setting_by_environment() -> None:
         shadow="fp16",
         clip=(ClipSpec(eps_low=0.2, eps_high=0.28),),
         gradloc="off",
-        text="none",
+        text="full",
+        save_batches=64.0,
     )
     assert config.address == ("0.0.0.0", 9464)
     assert json.loads(json.dumps(config.as_json()))["prometheus"] == "0.0.0.0:9464"
@@ -88,6 +90,9 @@ def test_friendly_forms() -> None:
         ({"gradloc": "on"}, "gradloc="),
         ({"gradloc": True}, "gradloc="),
         ({"text": "some"}, "text="),
+        ({"save_batches": -1}, "save_batches="),
+        ({"save_batches": "64 MB"}, "save_batches="),
+        ({"save_batches": 64, "text": "none"}, "save_batches="),
         ({"clip": (0.2, "x")}, "clip="),
         ({"name": ".."}, "name="),
         ({"sinks": ["graphite"]}, "sinks="),

@@ -282,6 +282,8 @@ class GRPOAdapter:
             micro_batch=self._micro_batch,
             rank=self._trainer.accelerator.process_index,
             input_ids=forward.kwargs.get("input_ids"),
+            attention_mask=forward.kwargs.get("attention_mask"),
+            temperature=float(getattr(self._trainer, "temperature", 1.0)),
             mask=mask,
             logp=logp,
             rollout_logp=sampling if engine else old,

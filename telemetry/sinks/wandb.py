@@ -20,8 +20,15 @@ from typing import Any
 
 from seismograd.telemetry.catalogue import CATALOGUE
 from seismograd.telemetry.records import Event, Row, RunInfo
+from seismograd.telemetry.visible import visible
 
 AXIS = "seismograd/step"
+_TABLE = "seismograd/incidents"
+_TABLE_ROWS = 1_000  # W&B shows up to 10,000
+_COLUMNS = (
+    "rank", "micro_batch", "row", "position", "token_id", "text", "before", "after", "share", "influence", "grad_norm",
+    "log_ratio", "sequence_log_ratio", "advantage", "loss_weight",
+)  # fmt: skip
 
 
 class WandbSink:
@@ -43,6 +50,7 @@ class WandbSink:
         self._run: Any = None
         self._defined: set[str] = set()
         self._info: RunInfo | None = None
+        self._culprits: list[list[Any]] = []
         if start:
             # W&B ends its service when the process ends. What is registered first is called last: set up now, before
             # the run that this sink belongs to is, it still serves when that one closes. A failure is left to write().
@@ -75,10 +83,24 @@ class WandbSink:
 
     def event(self, event: Event) -> None:
         run = self._current(start=False)
+        if run is not None and event.kind == "incident":
+            self._incident(run, event)
         if run is None or event.kind != "spike" or event.data.get("repeat"):
             return
         level = "ERROR" if event.data.get("severity") == "critical" else "WARN"
         run.alert(title=f"seismograd: {event.data['signal']}", text=event.message, level=level)
+
+    def _incident(self, run: Any, event: Event) -> None:
+        """All culprits so far as one table, a row a token: W&B shows the last that was logged."""
+        for culprit in event.data["culprits"]:
+            row = [event.step, event.data["verdict"], *(culprit[key] for key in _COLUMNS)]
+            self._culprits.append([visible(x) if isinstance(x, str) else x for x in row])
+        del self._culprits[:-_TABLE_ROWS]
+        table = _wandb().Table(columns=["step", "verdict", *_COLUMNS], data=[*self._culprits], allow_mixed_types=True)
+        if not self._join or run is self._started:
+            run.log({_TABLE: table, AXIS: event.step})
+        else:
+            run.log({_TABLE: table}, commit=False)
 
     def close(self) -> None:
         run = self._current(start=False)
