@@ -18,6 +18,7 @@ import wandb
 
 import seismograd.telemetry.hub as hub_module
 from seismograd import Reading, Row, RunInfo, RunStore, watch
+from seismograd.demo.trainer import EngineGRPOTrainer, PlantedFault
 from seismograd.telemetry.catalogue import CATALOGUE
 from seismograd.telemetry.sinks.wandb import AXIS, WandbSink
 from tests import tiny
@@ -462,3 +463,34 @@ def test_rows_that_a_loop_logs_while_ours_are_late(offline: Path) -> None:
     ours = [row[AXIS] for row in rows if AXIS in row]
     assert ours == sorted(ours)
     assert ours[-1] == 60
+
+
+# -- incidents --------------------------------------------------------------------------------------------------------
+
+
+def tables(folder: Path) -> list[Any]:
+    """The incident tables, in the order in which they were logged, read from the run's own files."""
+    rows = [row for row in history(recorded(folder)) if "seismograd/incidents" in row]
+    (run,) = folder.glob("wandb/offline-run-*")
+    return [json.loads((run / "files" / row["seismograd/incidents"]["path"]).read_text()) for row in rows]
+
+
+@pytest.mark.parametrize("text", ["full", "none"])
+def test_culprits_are_a_table_a_row_a_token(offline: Path, text: str) -> None:
+    trainer = tiny.trainer(offline, steps=4, report_to="wandb", cls=EngineGRPOTrainer)
+    trainer.fault = PlantedFault(step=3, after=1)
+    with watch(trainer, runs=offline, name="run", gradloc="every", text=text):
+        trainer.train()
+    wandb.finish()
+    with RunStore.read(offline / "run" / "run.db") as store:
+        told = [(e.step, c) for e in store.events("incident") for c in e.data["culprits"]]
+    assert told
+    table = tables(offline)[-1]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
+    assert [(row["step"], row["row"], row["position"]) for row in rows] == [
+        (step, c["row"], c["position"]) for step, c in told
+    ]
+    assert all((row["text"] is None) == (row["token_id"] is None) == (text == "none") for row in rows)
+    assert faults(offline / "run") == []
+    ours, _ = split(history(recorded(offline)))
+    assert sum("seismograd/step_seconds" in row for row in ours) == 4
