@@ -83,7 +83,7 @@ class WandbSink:
 
     def event(self, event: Event) -> None:
         run = self._current(start=False)
-        if run is not None and event.kind == "incident":
+        if run is not None and event.kind == "incident" and event.data["culprits"]:
             self._incident(run, event)
         if run is None or event.kind != "spike" or event.data.get("repeat"):
             return
