@@ -24,6 +24,7 @@ from benchmarks.bank import FAULTS, MODELS, Case, Spec, make, specs
 from benchmarks.report import Finding, Report, table
 from seismograd.gradloc import Bisection, Incident, ModelReplay, localize
 from seismograd.gradloc.vectors import less, norm_of
+from seismograd.telemetry.forward_state import ForwardState
 
 INFLUENCE = 0.1  # of |G|: a planted token with less of it is none that a localisation has to name
 SIZES = {"4k": 8, "16k": 32, "64k": 128}  # sequences of 512 tokens in one micro-batch
@@ -58,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     bank(report, seeds=1 if args.quick else 3)
     curve(report, seeds=1 if args.quick else 4)
     cost(report, repeats=1 if args.quick else 5, sizes=dict(list(SIZES.items())[: 1 if args.quick else 3]))
+    memory(report, rows=8 if args.quick else 32)
+    dormant(report, times=200 if args.quick else 2_000)
     if args.quick:
         report.notes.insert(0, "A quick run: too few incidents for its figures to mean much.")
     report.write(args.out, "gradloc")
@@ -224,6 +227,56 @@ def cost(report: Report, repeats: int, sizes: dict[str, int]) -> None:
             {name: r[0] for name, r in ratios.items()},
         ),
     ]  # fmt: skip
+
+
+def memory(report: Report, rows: int) -> None:
+    """Peak resident memory of a localisation above that of the step's own forward and backward, one after the other."""
+    clear = Path("/proc/self/clear_refs")
+    if not clear.exists():
+        report.notes.append("memory: not measured, this system has no /proc/self/clear_refs")
+        return
+    case = make(Spec("ratio", "llama", 0, 1e4, micro_batches=1, rows=rows, length=504))
+    size = sum(p.numel() * p.element_size() for p in case.model.parameters()) / 2**20
+    peaks = {}
+    ways: dict[str, Callable[[], object]] = {
+        "step": lambda: _step(case),
+        "localisation": lambda: localize(case.batches, case.model, method="attribution"),
+    }
+    for what, run in ways.items():
+        run()
+        clear.write_text("5")
+        run()
+        peaks[what] = _peak()
+    above = peaks["localisation"] - peaks["step"]
+    report.findings.append(
+        Finding(
+            "peak memory of a localisation over that of the step", "at most one copy of what a forward needs",
+            f"{above:+.0f} MB; the step's peak is {peaks['step']:.0f} MB, the trained parameters are {size:.1f} MB",
+            above <= size, {**peaks, "parameters": size},
+        )
+    )  # fmt: skip
+
+
+def _peak() -> float:
+    """Megabytes, since the last reset."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def dormant(report: Report, times: int) -> None:
+    """What GradLoc needs before anything has spiked: the random numbers' state at each training forward."""
+    seconds = []
+    for _ in range(times):
+        since = time.thread_time_ns()
+        ForwardState.take(torch.device("cpu"))
+        seconds.append((time.thread_time_ns() - since) / 1e3)
+    low, median, high = np.quantile(seconds, [0.025, 0.5, 0.975])
+    report.findings.append(
+        Finding(
+            "dormant: training thread's time a micro-batch", "at most 100 µs",
+            f"{median:.1f} µs [{low:.1f}, {high:.1f}]", bool(median <= 100), {"median": median, "range": [low, high]},
+        )
+    )  # fmt: skip
 
 
 def _step(case: Case) -> None:

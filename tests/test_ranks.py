@@ -45,7 +45,7 @@ def micro_batch(step, last):
     mask = torch.ones_like(logp, dtype=torch.bool)
     if what == "empty" and rank == 0:
         mask[:] = False
-    if what != "every" and step == 14 and rank == guilty and last:
+    if what != "every" and step == 14 and (rank == guilty or what == "several" and rank == 1) and last:
         rollout[1, 3] -= 9.0
     if run:
         run.tokens(logp=logp, rollout_logp=rollout, advantage=advantage, mask=mask, input_ids=ids,
@@ -197,6 +197,95 @@ def test_watch_on_rank_0_only_waits_for_nobody_for_ever(tmp_path: Path) -> None:
     with RunStore.read(tmp_path / "runs" / "run" / "run.db") as store:
         assert len(store.series("grad_norm", layer="all", group="all")) == 16
         assert any("not called on all ranks" in event.message for event in store.events("degraded"))
+
+
+@pytest.mark.slow
+def test_culprits_on_several_ranks_are_all_named(tmp_path: Path) -> None:
+    launch(tmp_path, LOOP, 4, watched=True, what="several")
+    incident = found(tmp_path)[-1]
+    assert {(c.rank, c.row, c.position) for c in incident.culprits} == {(1, 1, 4), (3, 1, 4)}
+    assert incident.without_culprits is not None
+    assert incident.without_culprits < 0.2 * incident.grad_norm  # whose gradients are summed over the ranks
+    assert {s.rank for s in incident.sequences} == {1, 3}
+
+
+TRAINER = """
+import os, sys
+sys.path.insert(0, {top!r})
+import torch
+import torch.distributed as dist
+from seismograd import watch
+from seismograd.demo.trainer import EngineGRPOTrainer, PlantedFault
+from tests import tiny
+
+rank = int(os.environ["RANK"])
+trainer = tiny.trainer(f"{{os.path.dirname(__file__)}}/{{rank}}", steps=16, cls=EngineGRPOTrainer, learning_rate=1e-4)
+if rank == 1:
+    trainer.fault = PlantedFault(step=14, ratio=1e4, after=8)
+run = watch(trainer, runs={runs!r}, name="run") if {watched} else None
+trainer.train()
+planted = trainer.planted
+where = None if planted is None else (planted.step, planted.row, planted.position, planted.token)
+with open(f"{{__file__}}.{{rank}}", "w") as file:
+    file.write(f"{{tiny.fingerprint(trainer.model)}} {{tiny.losses(trainer)}} {{where}}")
+if run:
+    run.close()
+dist.destroy_process_group()
+# {what}
+"""
+
+
+@pytest.mark.slow
+def test_trainer_on_two_processes(tmp_path: Path) -> None:
+    """TRL's trainer under DDP: the fault lies on rank 1, and rank 0 tells its text."""
+    with_hook = launch(tmp_path / "with", TRAINER, 2, watched=True, what="")
+    assert with_hook == launch(tmp_path / "without", TRAINER, 2, watched=False, what="")
+    assert faults(tmp_path / "with") == []
+    incident = found(tmp_path / "with")[-1]
+    worst = incident.culprits[0]
+    assert incident.verdict == "A.1"
+    assert worst.rank == 1
+    assert with_hook[1].endswith(str((incident.step, worst.row, worst.position, worst.text)))
+    assert incident.completeness == pytest.approx(1, abs=0.05)
+
+
+SEARCH = """
+import os, sys
+sys.path.insert(0, {top!r})
+import torch
+import torch.distributed as dist
+from benchmarks import bank
+from seismograd.gradloc import Bisection, Group, localize
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+case = bank.make(bank.Spec("ratio" if rank == 1 else "honest", "qwen3", 3, 1e4, micro_batches=2, rows=8, length=24))
+for p in case.model.parameters():
+    dist.all_reduce(p.grad)
+    p.grad /= size
+how = Bisection.published() if {what!r} == "published" else Bisection()
+incident = localize(
+    case.batches, case.model, method="bisect", grad_scale=1 / size, ranks=Group(), bisection=how, verified=1
+)
+named = [(c.rank, c.micro_batch, c.row, c.position) for c in incident.culprits]
+truth = [(1, *token) for token in case.truth.tokens]
+with open(f"{{__file__}}.{{rank}}", "w") as file:
+    file.write(f"{{incident.verdict}} {{named}} {{truth}}")
+dist.destroy_process_group()
+# {runs} {watched}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["default", "published"])
+def test_bisection_over_ranks(tmp_path: Path, how: str) -> None:
+    """All ranks come to the same incident; as published, they are bisected too."""
+    first, second = launch(tmp_path, SEARCH, 2, watched=True, what=how)
+    assert first.startswith("A.1 [(1, ")
+    truth = second.rpartition(" [")[2]
+    assert second == first.replace(" []", f" [{truth}")
+    assert first.removeprefix("A.1 ").startswith(f"[{truth}")
 
 
 @pytest.mark.slow
