@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -117,7 +117,14 @@ class Plan:
 
 
 def model(kind: str, seed: int) -> PreTrainedModel:
-    """A small random model with logits as spread as a trained one's."""
+    """A small random model with logits as spread as a trained one's, or SmolLM2-135M-Instruct."""
+    if kind == SMOLLM2:
+        from rich.console import Console
+
+        from seismograd.demo.model import load
+
+        real: PreTrainedModel = load(Console(stderr=True))[0]
+        return real
     torch.manual_seed(seed)
     common: dict[str, Any] = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
     sizes = {
@@ -135,6 +142,16 @@ def model(kind: str, seed: int) -> PreTrainedModel:
 
 
 MODELS = ("qwen3", "qwen3-tied", "llama", "gpt2")
+SMOLLM2 = "smollm2"
+
+
+def slow_specs() -> Iterator[Spec]:
+    """One of most faults on a real language model."""
+    for fault, size in (
+        ("honest", 0.0), ("ratio", 1e4), ("ratios", 300.0), ("drift", 6.0), ("embedding", 1e-4), ("advantage", 300.0),
+        ("normaliser", 64.0), ("nan", 1.0), ("engine nan", 0.0), ("silenced", 1e4),
+    ):  # fmt: skip
+        yield Spec(fault, SMOLLM2, 0, size, micro_batches=2, rows=4, length=32)
 
 
 def logp_of(net: nn.Module, ids: Tensor, length: int, temperature: float = 1.0) -> Tensor:
@@ -371,4 +388,4 @@ def make(spec: Spec) -> Case:
     return finish(spec, p)
 
 
-__all__ = ["FAULTS", "MODELS", "Case", "Spec", "Truth", "make", "replace", "specs"]
+__all__ = ["FAULTS", "MODELS", "SMOLLM2", "Case", "Spec", "Truth", "make", "slow_specs", "specs"]

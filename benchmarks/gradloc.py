@@ -1,6 +1,7 @@
 """GradLoc on the incident bank: does it find the token, does it name the kind, what does it cost?
 
 python -m benchmarks.gradloc             # about half an hour; writes benchmarks/results/gradloc.md and .json
+python -m benchmarks.gradloc --smollm2   # on a real language model as well
 python -m benchmarks.gradloc --quick     # a few minutes, to see that it runs
 """
 
@@ -13,14 +14,14 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.bank import FAULTS, MODELS, Case, Spec, make, specs
+from benchmarks.bank import FAULTS, MODELS, Case, Spec, make, slow_specs, specs
 from benchmarks.report import Finding, Report, table
 from seismograd.gradloc import Bisection, Incident, ModelReplay, localize
 from seismograd.gradloc.vectors import less, norm_of
@@ -51,12 +52,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few incidents: the figures mean little")
+    parser.add_argument("--smollm2", action="store_true", help="also on SmolLM2-135M-Instruct (make demo installs it)")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     report = Report("GradLoc on the incident bank", "python -m benchmarks.gradloc" + (" --quick" if args.quick else ""))
-    bank(report, seeds=1 if args.quick else 3)
+    bank(report, specs(1 if args.quick else 3), "")
+    if args.smollm2:
+        bank(report, slow_specs(), ", SmolLM2-135M-Instruct")
     curve(report, seeds=1 if args.quick else 4)
     cost(report, repeats=1 if args.quick else 5, sizes=dict(list(SIZES.items())[: 1 if args.quick else 3]))
     memory(report, rows=8 if args.quick else 32)
@@ -72,38 +76,40 @@ def main(argv: Sequence[str] | None = None) -> None:
 # -- does it find the token, and its kind ---------------------------------------------------------------------------
 
 
-def bank(report: Report, seeds: int) -> None:
-    """Every incident of the bank, localised and held against its truth."""
+def bank(report: Report, chosen: Iterable[Spec], of: str) -> None:
+    """Incidents of the bank, localised and held against their truth."""
     tally = Tally()
-    for spec in specs(seeds):
+    for spec in chosen:
         case = make(spec)
         judge(case, localize(case.batches, case.model), tally)
         print(f"\r{tally.incidents} incidents", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    rows = [(fault, f"{tally.right[fault]} of {tally.seen[fault]}") for fault in FAULTS]
-    report.tables.append("Verdicts by planted fault:\n\n" + table(("fault", "right"), rows))
+    rows = [(fault, f"{tally.right[fault]} of {tally.seen[fault]}") for fault in FAULTS if tally.seen[fault]]
+    report.tables.append(f"Verdicts by planted fault{of}:\n\n" + table(("fault", "right"), rows))
     found = tally.influential - len(tally.missed)
     right = sum(tally.right.values())
     honest = [name for name in tally.innocent if name.startswith(("honest", "too far"))]
     report.findings += [
-        _share(f"planted tokens that |G| loses {INFLUENCE:.0%} without, named", found, tally.influential, 1.0),
-        _share("named tokens that are guilty", tally.named - len(tally.innocent), tally.named, 0.95),
-        _share("verdict right", right, tally.incidents, 0.95),
+        _share(f"planted tokens that |G| loses {INFLUENCE:.0%} without, named{of}", found, tally.influential, 1.0),
+        _share(f"named tokens that are guilty{of}", tally.named - len(tally.innocent), tally.named, 0.95),
+        _share(f"verdict right{of}", right, tally.incidents, 0.95),
         Finding(
-            "tokens named on steps without a guilty one", "0", str(len(honest)), not honest, {"named": honest}
+            f"tokens named on steps without a guilty one{of}", "0", str(len(honest)), not honest, {"named": honest}
         ),
         _share(
-            "completeness within 5% at the first attempt, of incidents with finite gradients",
+            f"completeness within 5% at the first attempt, of incidents with finite gradients{of}",
             tally.complete_at_once, tally.finite, 0.95,
         ),
-        Finding("methods that were believed", "reported", _counts(tally.methods), None, dict(tally.methods)),
+        Finding(f"methods that were believed{of}", "reported", _counts(tally.methods), None, dict(tally.methods)),
     ]  # fmt: skip
     for what, names in (("wrong verdict", tally.wrong), ("missed", tally.missed), ("innocent", tally.innocent)):
         report.notes += [f"{what}: {name}" for name in names[:20]]
+    if of:
+        return
     report.notes.append(
-        f"{tally.incidents} incidents: {len(FAULTS)} faults at their sizes, {', '.join(MODELS)} (random weights, 4 "
-        f"layers), {seeds} seeds each. A planted ratio without which |G| falls by less than {INFLUENCE:.0%} counts as "
-        "an honest step: D is right then, and so is its own kind."
+        f"{tally.incidents} incidents: {len(FAULTS)} faults at their sizes on {', '.join(MODELS)} (random weights, 4 "
+        f"layers). A planted ratio without which |G| falls by less than {INFLUENCE:.0%} counts as an honest step: D is "
+        "right then, and so is its own kind."
     )
 
 

@@ -51,6 +51,28 @@ def test_overhead_runs_and_writes_its_table(tmp_path: Path) -> None:
     assert str(tmp_path) not in text.replace(str(tmp_path / "results"), "")
 
 
+@pytest.mark.slow
+def test_gradloc_runs_and_writes_its_table(tmp_path: Path) -> None:
+    out = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gradloc", "--quick", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert out.returncode == 0, out.stderr
+    assert (tmp_path / "gradloc.md").read_text().strip() in out.stdout
+    found = {f["what"]: f for f in json.loads((tmp_path / "gradloc.json").read_text())["findings"]}
+    assert len(found) == 12
+    # What no machine changes: the incidents are made from seeds.
+    for what in ("planted tokens that |G| loses 10% without, named", "named tokens that are guilty", "verdict right"):
+        assert found[what]["verdict"] == "PASS", found[what]
+        assert found[what]["values"]["whole"] > 30
+    assert found["tokens named on steps without a guilty one"]["values"] == {"named": []}
+    assert found["passes of bisection over those of attribution"]["verdict"] == "PASS"
+
+
 def test_share_is_held_against_a_quiet_step() -> None:
     steps = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 50.0])
     cost = OwnTime({"worker": np.full(6, 0.004), "probe_shadow": np.array([0, 0, 0.036, 0, 0, 0])}, steps, 0.0)
