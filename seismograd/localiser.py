@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
-from seismograd.gradloc import localize
+from seismograd.gradloc import Incident, localize
 from seismograd.gradloc.saved import saved
 from seismograd.telemetry.incidents import Culprit, Explained, SequenceShares
 from seismograd.telemetry.ranks import Ranks
@@ -69,6 +69,7 @@ class GradLoc:
             incident,
             step=step,
             run=self._run,
+            evidence=(*incident.evidence, *_return_to_usual(incident, spikes)),
             spike=None if first is None else asdict(first),
             culprits=self._everybody(ranks, incident.culprits, lambda c: self._told(c, batches)),
             sequences=self._everybody(ranks, incident.sequences, lambda s: self._told_sequence(s, batches)),
@@ -106,6 +107,15 @@ class GradLoc:
             return s
         row = ids[s.row].tolist()
         return replace(s, texts=tuple(self._decode([row[p]]) for p in s.positions))
+
+
+def _return_to_usual(incident: Incident, spikes: Sequence[Spike]) -> tuple[str, ...]:
+    """Whether the norm is its usual one without the culprits that were verified."""
+    whole = next((s for s in spikes if s.signal == "grad_norm"), None)
+    if whole is None or incident.without_culprits is None or not incident.culprits:
+        return ()
+    sentence = f"without the verified culprits |G| would be {incident.without_culprits:.4g}"
+    return (f"{sentence}, where up to {whole.baseline:.4g} is usual",)
 
 
 def _ids(batches: Sequence[TokenBatch], i: int) -> Tensor | None:

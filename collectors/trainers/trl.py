@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from transformers import Trainer, TrainerCallback
 from seismograd.collectors.monitor import StepMonitor
 from seismograd.collectors.shadow import DTYPES
 from seismograd.collectors.trainers import RunState
+from seismograd.collectors.trainers.trl_forward import Forward, others_of
 from seismograd.collectors.trainers.trl_loss import clip_specs, loss_masks
 from seismograd.telemetry.forward_state import ForwardState
 from seismograd.telemetry.hub import Hub
@@ -181,7 +181,7 @@ class GRPOAdapter:
     def _watched_compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not (self._active and torch.is_grad_enabled() and model.training):
             return self._compute_loss(model, inputs, *args, **kwargs)
-        seen: list[_Forward] = []
+        seen: list[Forward] = []
         states: list[ForwardState] = []
         handles = []
         with self._monitor.guard("adapter"):
@@ -201,13 +201,13 @@ class GRPOAdapter:
             states.append(ForwardState.take(self._trainer.accelerator.device))
 
     def _saw_forward(
-        self, seen: list[_Forward], states: list[ForwardState], _: nn.Module, args: Any, kwargs: Any, output: Any
+        self, seen: list[Forward], states: list[ForwardState], _: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         with self._monitor.guard("adapter"):
             log_probs = getattr(output, "log_probs", None)
             if isinstance(log_probs, Tensor) and log_probs.requires_grad:
                 state = states[-1] if states else None
-                seen.append(_Forward(args, dict(kwargs), state, log_probs, _others(output)))
+                seen.append(Forward(args, dict(kwargs), state, log_probs, others_of(output)))
 
     def _watched_clip(self, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -222,7 +222,7 @@ class GRPOAdapter:
 
     # -- one micro-batch ------------------------------------------------------------------------------------------
 
-    def _record(self, inputs: Mapping[str, Any], seen: Sequence[_Forward]) -> None:
+    def _record(self, inputs: Mapping[str, Any], seen: Sequence[Forward]) -> None:
         """Token batches of the forwards that one compute_loss made: one, or several chunks of its rows in order."""
         start = 0
         for forward in seen:
@@ -250,7 +250,7 @@ class GRPOAdapter:
                 self._monitor.caught_other(position, name, weight)
 
     @torch.no_grad()
-    def _batch(self, inputs: Mapping[str, Any], forward: _Forward, rows: slice) -> TokenBatch:
+    def _batch(self, inputs: Mapping[str, Any], forward: Forward, rows: slice) -> TokenBatch:
         logp = forward.log_probs.detach()
         completion = inputs["completion_mask"][rows]
         width, length = completion.shape[1], logp.shape[1]
@@ -292,21 +292,9 @@ class GRPOAdapter:
             left_out=left_out,
             staleness=self._staleness(),
             engine=engine,
-            replay=partial(_replay, self._trainer.model, forward.args, forward.kwargs) if self._replays else None,
-            replay_all=partial(_replay_all, self._trainer.model, forward.args, forward.kwargs)
-            if self._replays
-            else None,
-            replay_rows=self._by_rows(forward),
+            **(forward.replays(self._trainer.model) if self._replays else {}),
             state=forward.state,
         )
-
-    def _by_rows(self, forward: _Forward) -> Callable[[Tensor], Mapping[str, Tensor]] | None:
-        """A replay of some rows, where all inputs are one row a sequence."""
-        rows = forward.log_probs.shape[0]
-        tensors = [x for x in forward.kwargs.values() if isinstance(x, Tensor)]
-        if not self._replays or forward.args or any(x.dim() == 0 or x.shape[0] != rows for x in tensors):
-            return None
-        return partial(_replay_rows, self._trainer.model, forward.kwargs)
 
     def _staleness(self) -> int | None:
         """Optimizer steps since the completions in use were generated."""
@@ -328,18 +316,6 @@ class GRPOAdapter:
         if signals not in self._said:
             self._said.add(signals)
             self._state.degraded(f"not measured in this run: {signals}; {reason}. Training is not affected.")
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """One forward with grad that compute_loss made: (b, T-1) log-probs, what else the loss may take from it, and how to
-    run it again."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(repr=False)
-    state: ForwardState | None
-    log_probs: Tensor
-    others: Mapping[str, Tensor]
 
 
 class StepCallback(TrainerCallback):
@@ -384,26 +360,3 @@ def _clips_itself(accelerator: Any) -> str | None:
 
 def _distributed(parameters: Sequence[Tensor]) -> bool:
     return any(p.grad is not None and type(p.grad).__name__ == "DTensor" for p in parameters)
-
-
-def _replay(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The same forward again; (b, T-1) log-probs."""
-    log_probs: Tensor = model(*args, **kwargs).log_probs
-    return log_probs
-
-
-def _replay_all(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The same forward again, with all that the loss may take from it."""
-    output = model(*args, **kwargs)
-    return {"logp": output.log_probs, **_others(output)}
-
-
-def _replay_rows(model: nn.Module, kwargs: Mapping[str, Any], rows: Tensor) -> dict[str, Tensor]:
-    """The same forward for some of its rows, (R,)."""
-    return _replay_all(model, (), {k: x[rows] if isinstance(x, Tensor) else x for k, x in kwargs.items()})
-
-
-def _others(output: Any) -> dict[str, Tensor]:
-    """Outputs beside log_probs that TRL's loss has terms of: the entropy bonus and the router's load balancing."""
-    found = {"entropy": getattr(output, "entropy", None), "router": getattr(output, "aux_loss", None)}
-    return {name: x for name, x in found.items() if isinstance(x, Tensor)}
