@@ -44,9 +44,14 @@ def _kept(weight: float, log_ratio: float) -> float:
 
 
 def _norm(culprit: Culprit, norm: float, kept: float) -> float | None:
-    """|G - (1 - kept) g| from |G|, |g| and g . G; None where g was not verified."""
-    if culprit.grad_norm is None or not math.isfinite(norm) or norm <= 0:
+    """|G - (1 - kept) g| from |G - g|, |g| and g . G; None where g was not verified.
+
+    From what is left without the token, not from the whole: where the token is nearly all of G, rounding would be all
+    that is left of the difference.
+    """
+    if culprit.grad_norm is None or culprit.influence is None or not math.isfinite(norm) or norm <= 0:
         return None
-    off = (1 - kept) * culprit.grad_norm / norm
-    square = 1 - 2 * (1 - kept) * culprit.share + off**2
-    return norm * math.sqrt(max(0.0, square))
+    own = culprit.grad_norm
+    rest = norm * (1 - culprit.influence)
+    along = norm * (culprit.share * norm) - own**2 if own < 1e150 else 0.0  # (G - g) . g
+    return math.sqrt(max(0.0, rest**2 + 2 * kept * along + (kept * own) ** 2))

@@ -767,3 +767,21 @@ def test_no_more_than_asked_are_verified(verified: int) -> None:
     incident = localize(case.batches, case.model, verified=verified)
     assert sum(c.grad_norm is not None for c in incident.culprits) == verified
     assert incident.verdict == "W"
+
+
+def test_what_a_control_leaves_is_exact_also_of_a_token_that_is_nearly_all_of_the_gradient() -> None:
+    case = bank.make(bank.Spec("ratio", "qwen3", 2, 1e5))
+    incident = localize(case.batches, case.model)
+    worst = incident.culprits[0]
+    assert incident.without_culprits is not None
+    assert worst.log_ratio is not None
+    assert incident.controls["icepop"]["grad_norm"] == pytest.approx(incident.without_culprits, rel=1e-3)
+    i, row, position = place(worst)
+    weight = torch.zeros_like(case.batches[i].logp)
+    loss_weight = case.batches[i].loss_weight
+    assert loss_weight is not None
+    weight[row, position - 1] = loss_weight[row, position - 1] * (1 - 2 / math.exp(worst.log_ratio))
+    ((_, gradient),) = ModelReplay(case.model, case.batches).backward(i, [{"logp": weight}])
+    whole = [p.grad for p in case.model.parameters() if p.grad is not None]
+    left = length_of([w - g for w, g in zip(whole, gradient, strict=True) if g is not None])
+    assert incident.controls["tis"]["grad_norm"] == pytest.approx(left, rel=1e-2)
