@@ -64,6 +64,7 @@ class SignalWorker:
         self._zero_steps = 0
         self._usual = _UsualProportions()
         self._used: Mapping[str, float] = {}
+        self._parts: tuple[str, ...] = ()
         self._hook_total = self._step_total = 0.0
         self._lock = threading.Lock()
 
@@ -169,7 +170,8 @@ class SignalWorker:
         used = self._cpu_seconds()
         since = {part: seconds - self._used.get(part, 0.0) for part, seconds in used.items()}
         self._used = used
-        parts = {**payload.hook_seconds, **since}
+        parts = {**dict.fromkeys(self._parts, 0.0), **payload.hook_seconds, **since}
+        self._parts = tuple(parts)  # a part that did not run took no time, and its last time is not to go on showing
         self._hook_total += sum(parts.values())
         self._step_total += payload.seconds
         return [
