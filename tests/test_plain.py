@@ -393,3 +393,12 @@ def test_methods_of_a_loop_on_a_trainer_s_run(tmp_path: Path) -> None:
         pytest.raises(TypeError, match=r"run\.step\(\) is for plain loops"),
     ):
         run.step()
+
+
+def test_part_that_did_not_run_took_no_time(tmp_path: Path) -> None:
+    """Or a sink that shows last values would go on showing its last run's."""
+    loop = watched(tmp_path, probes={"shadow": 2, "deployed": 0})
+    with loop.run:  # type: ignore[union-attr]
+        loop.train(4)
+    seconds = read(tmp_path)['hook_seconds{part="probe_shadow"}']
+    assert [took > 0 for took in seconds] == [True, False, True, False]
