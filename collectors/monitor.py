@@ -54,8 +54,18 @@ class Localiser(Protocol):
     def wants(self, spikes: Sequence[Spike]) -> bool:
         """Whether the step's spikes are to be explained."""
 
-    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks) -> Explained:
-        """The incident, from all of the step's micro-batches of all ranks, all of which call it."""
+    def explain(
+        self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks, scale: float
+    ) -> Explained:
+        """The incident, from all of the step's micro-batches of all ranks, all of which call it.
+
+        Args:
+            step: its number.
+            batches: of this rank.
+            spikes: found in it.
+            ranks: those that share it.
+            scale: what the gradients are still multiplied by.
+        """
 
 
 class StepMonitor:
@@ -217,7 +227,7 @@ class StepMonitor:
                 if norms is not None and scale is not None:
                     norms = norms.unscaled(scale)
         if step is not None and first:
-            self._judge(step, norms)
+            self._judge(step, norms, 1.0 if scale is None else float(scale))
         return norms
 
     def _end(self, step: Step) -> None:
@@ -288,7 +298,7 @@ class StepMonitor:
 
     # -- detection ------------------------------------------------------------------------------------------------
 
-    def _judge(self, step: Step, norms: Norms | None) -> None:
+    def _judge(self, step: Step, norms: Norms | None, scale: float = 1.0) -> None:
         with self.guard("transfer"):
             self._fetch(step, norms)
         ranks = self._ranks or Alone()
@@ -296,7 +306,7 @@ class StepMonitor:
         localiser = self._localiser
         if wanted and localiser is not None and self._faults.working("gradloc"):
             with self.guard("gradloc"):
-                step.explained = localiser.explain(step.number, step.batches, step.spikes, ranks)
+                step.explained = localiser.explain(step.number, step.batches, step.spikes, ranks, scale)
 
     def _detect(self, step: Step, ranks: Ranks) -> bool:
         """Judge the step; whether it is to be localised. Rank 0 judges what all have seen, and all do as it says.

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from seismograd.telemetry.forward_state import kept_buffers
+from seismograd.telemetry.forward_state import kept
 
 Precision = Literal["bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,7 +40,7 @@ def shadow_logp(model: nn.Module, replay: Callable[[], Tensor], precision: Preci
         stack.enter_context(torch.no_grad())
         stack.enter_context(_same_rng(device))
         stack.enter_context(_evaluating(model))
-        stack.enter_context(kept_buffers(model))
+        stack.enter_context(kept(model))
         stack.enter_context(_precision(model, device, DTYPES[precision]))
         stack.enter_context(_watching_autocast(model, device, ran_in))
         meant = _autocast_dtype(device)

@@ -25,6 +25,7 @@ from seismograd.telemetry.incidents import Attempt
 from seismograd.telemetry.ranks import Ranks, everywhere
 from seismograd.telemetry.records import TokenBatch
 
+MOST = 1.2  # of |G| that what is replayed can make: the rest, pulling the other way, is seldom so large
 TOLERANCE = 0.05  # of completeness
 _FIRST = 0.05  # nats that the heaviest token's logp moves by, if the gradient is all its own
 _ATTEMPTS = 4
@@ -93,6 +94,19 @@ class Step:
         return list(dict.fromkeys(name for batch in self.batches for name in batch.others))
 
 
+class ForeignGradient(Exception):
+    """The gradient at hand is not what the recorded weights make: it was clipped, scaled or averaged since. All ranks
+    raise it together.
+    """
+
+    def __init__(self, replayed: float, attempts: Sequence[Attempt]) -> None:
+        super().__init__(
+            f"the tokens' gradients make {replayed:.3g} times the step's: it was changed after the backward (a clip, a "
+            "scale, an average that grad_scale does not say)"
+        )
+        self.attempts = list(attempts)
+
+
 def attribute(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]:
     """The shares by two moved forwards, and what was tried for them: None where no distance gave a sum of 1."""
     attempts: list[Attempt] = []
@@ -119,6 +133,8 @@ def attribute(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]
         if not shares.believable and curved <= _CURVED and replayed is None:
             replayed, attempt = replayed_part(step, replay)
             attempts.append(attempt)
+        if replayed is not None and replayed > MOST:
+            raise ForeignGradient(replayed, attempts)
         shares = replace(shares, replayed=replayed or 1.0)
         attempts.append(Attempt("attribution", shares.outcome, shares.completeness, forwards=2.0, detail=detail))
         if shares.believable:

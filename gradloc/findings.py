@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 
 import numpy as np
 
@@ -19,13 +20,17 @@ class Typical:
 
     Args:
         count: how many there are.
-        weight: median |dL/dlogp|.
+        weight: median |dL/dlogp|, where advantages are known of tokens that have one: a KL term alone weighs others.
+        advantage: median |advantage| of the same tokens, NaN where unknown.
+        length: median number of trained tokens in a sequence.
         pull: median |d logp / d theta . G / |G||, see `Culprit.pull`.
-        micro_batch: median |dL/dlogp| by micro-batch.
+        micro_batch: median |dL/dlogp| by micro-batch, over its |advantage| where that is known.
     """
 
     count: int
     weight: float
+    advantage: float
+    length: float
     pull: float
     micro_batch: tuple[float, ...]
 
@@ -39,6 +44,7 @@ class SequenceDrift:
         sequence: see `Culprit.sequence`.
         share: of |G|, summed over its tokens.
         weight: median |dL/dlogp| of its tokens that have one.
+        advantage: median |advantage| of its tokens, NaN where unknown.
         log_ratio: sum over its trained tokens, nats.
         largest: largest |log_ratio| of a token in it, nats.
         tokens: trained ones.
@@ -50,6 +56,7 @@ class SequenceDrift:
     sequence: int
     share: float
     weight: float
+    advantage: float
     log_ratio: float
     largest: float
     tokens: int
@@ -90,7 +97,7 @@ def find(
     """
     tokens = step.tokens
     gone = tokens.trained & (np.abs(tokens.log_ratio) > log_ratio_bound) & (tokens.weight == 0)
-    gone &= np.nan_to_num(tokens.advantage) != 0
+    gone &= (np.nan_to_num(tokens.advantage) != 0) & ~tokens.left_out
     worst = np.flatnonzero(gone)
     worst = worst[np.argsort(-np.abs(tokens.log_ratio[worst]))][:8]
     by_batch = [float(np.nansum(shares[tokens.of_batch(i)])) for i in range(len(step.batches))]
@@ -171,12 +178,19 @@ def _typical(step: Step, shares: Floats) -> Typical:
     tokens = step.tokens
     weighty = np.isfinite(tokens.weight) & (tokens.weight != 0)
     weights = np.abs(tokens.weight)
+    advantages = np.abs(tokens.advantage)
+    earning = weighty & (np.nan_to_num(advantages) > 0)
+    if not earning.any():
+        earning = weighty
+    own = np.where(np.isnan(advantages), weights, weights / np.where(advantages > 0, advantages, 1.0))
     pulls = np.abs(shares[weighty]) * step.norm / (weights[weighty] * step.scale)
     return Typical(
         count=int(weighty.sum()),
-        weight=_median(weights[weighty]),
+        weight=_median(weights[earning]),
+        advantage=_median(advantages[earning & ~np.isnan(advantages)]),
+        length=_median(np.bincount(tokens.sequence[tokens.trained & (tokens.sequence >= 0)]).astype(np.float64)),
         pull=_median(pulls[np.isfinite(pulls)]),
-        micro_batch=tuple(_median(weights[weighty & (tokens.batch == i)]) for i in range(len(step.batches))),
+        micro_batch=tuple(_median(own[earning & (tokens.batch == i)]) for i in range(len(step.batches))),
     )
 
 
@@ -194,6 +208,7 @@ def _sequences(step: Step, shares: Floats) -> tuple[SequenceDrift, ...]:
                 sequence=s,
                 share=float(np.nansum(shares[at])),
                 weight=_median(np.abs(tokens.weight[at][tokens.weight[at] != 0])),
+                advantage=_median(np.abs(tokens.advantage[at][~np.isnan(tokens.advantage[at])])),
                 log_ratio=float(tokens.log_ratio[known].sum()),
                 largest=float(np.abs(tokens.log_ratio[known]).max(initial=0.0)),
                 tokens=len(known),
@@ -216,10 +231,12 @@ def pooled(findings: Sequence[Findings]) -> Typical:
     """What is usual over all ranks: medians of the ranks' medians."""
     counted = [f.typical for f in findings if f.typical.count]
     if not counted:
-        return Typical(0, float("nan"), float("nan"), ())
+        return Typical(0, nan, nan, nan, nan, ())
     return Typical(
         count=sum(t.count for t in counted),
-        weight=float(np.median([t.weight for t in counted])),
+        weight=_median(np.array([t.weight for t in counted])),
+        advantage=_median(np.array([t.advantage for t in counted if not np.isnan(t.advantage)])),
+        length=_median(np.array([t.length for t in counted if not np.isnan(t.length)])),
         pull=_median(np.array([t.pull for t in counted if not np.isnan(t.pull)])),
         micro_batch=tuple(x for t in counted for x in t.micro_batch),
     )

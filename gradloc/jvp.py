@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from seismograd.gradloc.attribution import Shares, Step, replayed_part, summed
+from seismograd.gradloc.attribution import MOST, ForeignGradient, Shares, Step, replayed_part, summed
 from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.telemetry.incidents import Attempt
 from seismograd.telemetry.ranks import everywhere
@@ -27,6 +27,8 @@ def differentiate(step: Step, replay: Replay) -> tuple[Shares | None, list[Attem
     if not shares.believable:
         replayed, attempt = replayed_part(step, replay)
         attempts.append(attempt)
+        if replayed is not None and replayed > MOST:
+            raise ForeignGradient(replayed, attempts)
         shares = replace(shares, replayed=replayed or 1.0)
         if shares.believable:
             attempts.append(Attempt("jvp", shares.outcome, shares.completeness))

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from seismograd.gradloc.tokens import Floats
 from seismograd.gradloc.vectors import Gradient, along, norms_of
-from seismograd.telemetry.forward_state import kept_buffers
+from seismograd.telemetry.forward_state import kept
 from seismograd.telemetry.patching import patched
 from seismograd.telemetry.records import TokenBatch
 
@@ -99,6 +99,8 @@ class ModelReplay:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad and p.grad is not None]
         if not named:
             raise ValueError("no parameter has a gradient")
+        if any(p.grad is not None and p.grad.is_sparse for _, p in named):
+            raise ValueError("a parameter has a sparse gradient")
         if any(batch.replay is None for batch in batches):
             raise ValueError("a micro-batch has no replay: give run.tokens(replay=...)")
         self._model, self._batches = model, batches
@@ -125,6 +127,8 @@ class ModelReplay:
         batch = self._batches[i]
         assert batch.replay is not None
         with ExitStack() as stack:
+            # A compiled model would compile anew for each kind of replay, up to the limit that training needs too.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             if isinstance(self._model, DistributedDataParallel):
                 # Its own forward broadcasts buffers and prepares for a reduction, and has no business in a replay.
                 stack.enter_context(patched(self._model, "forward", self._model.module.__call__))
@@ -183,7 +187,7 @@ class ModelReplay:
         device = self.parameters[0].device
         devices = [] if device.type == "cpu" else [device]
         kind = "cuda" if not devices else device.type
-        with torch.random.fork_rng(devices=devices, device_type=kind), kept_buffers(self._model):
+        with torch.random.fork_rng(devices=devices, device_type=kind), kept(self._model):
             try:
                 yield
             finally:
@@ -197,7 +201,7 @@ class ModelReplay:
         A small step drowns in the rounding of 16 bits, so the moved forwards compute in float32. Parameters of 16 bits
         cannot even hold it: float32 copies stand in for them.
         """
-        if any(p.element_size() < 4 for p in self.parameters):
+        if self._stands_in():
             with self._in_float32(), self._standing_in() as move:
                 yield move
             return
@@ -224,19 +228,29 @@ class ModelReplay:
         finally:
             self._wide = False
 
+    def _stands_in(self) -> bool:
+        """Whether float32 copies stand in for 16-bit weights: trained ones always, frozen ones where there is room."""
+        if any(p.element_size() < 4 for p in self.parameters):
+            return True
+        short = [p for p in self._model.parameters() if p.is_floating_point() and p.element_size() < 4]
+        device = self.parameters[0].device
+        if not short or device.type != "cuda":
+            return bool(short)
+        free, _ = torch.cuda.mem_get_info(device)
+        return 4 * sum(p.numel() for p in short) < free // 2
+
     @contextmanager
     def _standing_in(self) -> Iterator[Callable[[float], None]]:
         with torch.no_grad():
+            trained = {id(p) for p in self.parameters}
             wide = {
                 name: p.detach().to(torch.float32, copy=True)
                 for name, p in self._model.named_parameters()
-                if p.is_floating_point()
+                if p.is_floating_point() and (p.element_size() < 4 or id(p) in trained)
             }
             moved = [wide[name] for name in self.names]
-            before = [p.detach().float() for p in self.parameters]  # exact: widening loses nothing
-            gradient = [g.float() for g in self.gradient]
             with _swapped(self._model, wide):
-                yield lambda distance: _set(moved, before, gradient, distance)
+                yield lambda distance: _set(moved, list(self.parameters), list(self.gradient), distance)
 
     @torch.no_grad()
     def first_nonfinite(self, i: int | None) -> str | None:

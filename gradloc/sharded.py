@@ -7,8 +7,9 @@ again; and a backward reduces, so that its gradient is that of all ranks' tokens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from seismograd.gradloc.replay import LOGP, ModelReplay, loss_of
 from seismograd.gradloc.tokens import Floats
-from seismograd.gradloc.vectors import Gradient
+from seismograd.gradloc.vectors import Gradient, along
 from seismograd.telemetry.ranks import Ranks
 from seismograd.telemetry.records import TokenBatch
 
@@ -41,7 +42,14 @@ class ShardedReplay(ModelReplay):
         counts = ranks.gather(len(batches))
         if not all(counts):
             raise ValueError(f"rank {counts.index(0)} has no micro-batch to run a forward of, and all must")
+        meshes = [p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)]
+        if max(meshes) > ranks.size:
+            raise ValueError(
+                f"the parameters are sharded over {max(meshes)} processes, and {ranks.size} take part: "
+                "call watch() on all"
+            )
         super().__init__(model, batches)
+        self.precise = self.precise and not any(_casts(module) for module in model.modules())
         if any(p.element_size() < 4 for p in self.parameters):
             raise ValueError("sharded parameters of 16 bits cannot hold a step that is small enough")
         self.rounds = max(counts)
@@ -49,6 +57,7 @@ class ShardedReplay(ModelReplay):
         self._whole: Sequence[Tensor] = self.parameters
         self.parameters = [_local(p.detach()) for p in self._whole]
         self.gradient = [_local(g) for g in self.gradient]
+        self._copies = np.array([_copies(p, ranks.size) for p in self._whole], dtype=np.float64)
 
     def by_rows(self, i: int) -> bool:
         return False
@@ -83,15 +92,16 @@ class ShardedReplay(ModelReplay):
                     p.grad = grad
 
     def norms(self, gradient: Sequence[Tensor | None]) -> Floats:
-        squares = np.square(super().norms(gradient))
+        squares = np.square(super().norms(gradient)) / self._copies
         return np.sqrt(np.array(self._ranks.sum(squares.tolist()), dtype=np.float64))
 
     def along(self, gradient: Sequence[Tensor | None], norm: float) -> float:
-        return self._ranks.sum([super().along(gradient, norm)])[0]
+        parts = [along([g], [w], norm) / n for g, w, n in zip(gradient, self.gradient, self._copies, strict=True)]
+        return self._ranks.sum([sum(parts)])[0]
 
     @contextmanager
     def movable(self) -> Iterator[Callable[[float], None]]:
-        with torch.no_grad(), self._moving(list(self.parameters)) as move:
+        with self._in_float32(), torch.no_grad(), self._moving(list(self.parameters)) as move:
             yield move
 
     @contextmanager
@@ -111,3 +121,19 @@ def is_sharded(model: nn.Module) -> bool:
 
 def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _copies(p: Tensor, size: int) -> int:
+    """How many ranks hold the same shard."""
+    if not isinstance(p, DTensor):
+        return size
+    mesh = p.device_mesh
+    return math.prod(mesh.size(i) for i, placement in enumerate(p.placements) if not placement.is_shard())
+
+
+def _casts(module: nn.Module) -> bool:
+    """Whether FSDP's mixed precision computes the module in 16 bits, as far as it lets that be seen."""
+    with suppress(AttributeError):
+        policy = module._get_fsdp_state()._mp_policy  # type: ignore[operator]
+        return bool(policy.param_dtype is not None and policy.param_dtype.itemsize < 4)
+    return False

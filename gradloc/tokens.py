@@ -25,6 +25,7 @@ class Tokens:
         batch, row, column: (N,) where each token is; its position in input_ids is column + 1.
         sequence: (N,) index of its sequence, counted through all micro-batches; -1 where unknown.
         trained: (N,) whether the mask trains it.
+        left_out: (N,) whether a mask of the loss's own leaves it out.
         weight: (N,) dL/dlogp, 0 where no backward has brought one.
         logp, rollout, shadow, advantage: (N,), NaN where unknown.
         log_ratio: (N,) logp less the rollout's (or the old policy's, where there is none), NaN where unknown.
@@ -35,6 +36,7 @@ class Tokens:
     column: Ints
     sequence: Ints
     trained: Flags
+    left_out: Flags
     weight: Floats
     logp: Floats
     rollout: Floats
@@ -67,6 +69,7 @@ class Tokens:
             column=ints("column"),
             sequence=ints("sequence"),
             trained=floats("trained").astype(bool),
+            left_out=floats("left_out").astype(bool),
             weight=floats("weight"),
             logp=logp,
             rollout=floats("rollout"),
@@ -106,6 +109,9 @@ def _host(i: int, batch: TokenBatch) -> dict[str, Floats]:
 
     trained = column(batch.mask) != 0
     weight = np.zeros(shape) if batch.loss_weight is None else column(batch.loss_weight)
+    left_out = np.zeros(shape)
+    for flags in batch.left_out.values():
+        left_out = left_out + (np.nan_to_num(column(flags)) != 0)
     row, col = np.nonzero(trained | (weight != 0))
     sequence = np.broadcast_to(np.arange(shape[0], dtype=np.float64)[:, None], shape)
     if batch.sequence is not None:
@@ -113,6 +119,7 @@ def _host(i: int, batch: TokenBatch) -> dict[str, Floats]:
     columns = {
         "sequence": sequence,
         "trained": trained,
+        "left_out": left_out,
         "weight": weight,
         "logp": column(batch.logp),
         "rollout": column(batch.rollout_logp),

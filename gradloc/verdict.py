@@ -77,10 +77,19 @@ class _Case:
         """How outlying a weight is: over the step's median."""
         return abs(weight) / self.usual.weight if self.usual.weight > 0 else 1.0
 
-    def explains(self, log_ratio: float, weight: float) -> bool:
-        """Whether the ratio makes up at least half of what is outlying in the weight, on the log scale."""
-        factor = self.weight_factor(weight)
-        return factor <= 1 or log_ratio >= 0.5 * math.log(factor)
+    def advantage_factor(self, advantage: float | None) -> float:
+        """How outlying an advantage is; 1 where it is not known."""
+        if advantage is None or math.isnan(advantage) or not self.usual.advantage > 0:
+            return 1.0
+        return abs(advantage) / self.usual.advantage
+
+    def shows(self, log_ratio: float, weight: float, advantage: float | None) -> bool:
+        """Whether the ratio is what is outlying in the weight, on the log scale: it is in the loss, and little else."""
+        factor, other = self.weight_factor(weight), self.advantage_factor(advantage)
+        if not (factor > 0 and other > 0):
+            return False
+        excess = math.log(factor) - math.log(other)
+        return excess >= 0.5 * log_ratio and log_ratio >= 0.5 * math.log(factor)
 
 
 def judge(findings: Sequence[Findings], limits: Thresholds) -> Verdict:
@@ -113,7 +122,7 @@ def _token(case: _Case) -> Verdict | None:
         if c.share >= case.limits.share
         and c.log_ratio is not None
         and c.log_ratio > bound
-        and case.explains(c.log_ratio, c.loss_weight)
+        and case.shows(c.log_ratio, c.loss_weight, c.advantage)
     ]
     if not guilty:
         return None
@@ -132,7 +141,7 @@ def _sequence(case: _Case) -> Verdict | None:
     bound = case.limits.sequence_log_ratio
     for s in case.sequences:
         drifted = s.log_ratio > bound and s.largest < max(case.limits.token_log_ratio, 0.5 * s.log_ratio)
-        if drifted and s.share > case.limits.sequence_share and case.explains(s.log_ratio, s.weight):
+        if drifted and s.share > case.limits.sequence_share and case.shows(s.log_ratio, s.weight, s.advantage):
             evidence = (
                 f"the log-ratios of {_place(s)} add up to {s.log_ratio:.2f} (ratio {_exp(s.log_ratio)}) over "
                 f"{s.tokens} tokens, the largest of which is {s.largest:.2f}",
@@ -169,29 +178,39 @@ def _micro_batch(case: _Case) -> Verdict | None:
 
 
 def _weight(case: _Case) -> Verdict | None:
+    """Outlying weights that no ratio explains: sequences, which together hold the norm, or a token that does alone."""
     bound = case.limits.weight
-    for s in case.sequences:
-        if s.share > case.limits.sequence_share and case.weight_factor(s.weight) > bound:
-            evidence: tuple[str, ...] = (
-                f"the weights of {_place(s)} are {case.weight_factor(s.weight):.3g} times the step's median, and its "
-                f"ratios do not explain that (they add up to {s.log_ratio:.2f})",
-                f"the sequence holds {s.share:.0%} of the gradient norm",
-            )
-            culprits = _of_sequence(case, s)
-            if culprits and culprits[0].advantage is not None:
-                evidence += (f"its advantage is {culprits[0].advantage:.3g}",)
-            return Verdict("W", evidence, "Check reward scaling and the advantage's normaliser.", culprits)
+    outliers = [s for s in case.sequences if _outlying(case, s.weight, s.advantage, s.tokens)]
+    share = sum(s.share for s in outliers)
+    if outliers and share > case.limits.sequence_share:
+        worst = outliers[0]
+        culprits = tuple(c for s in outliers for c in _of_sequence(case, s))
+        evidence = [
+            f"the weights of {_place(worst)} are {case.weight_factor(worst.weight):.3g} times the step's median, and "
+            f"its ratios do not explain that (they add up to {worst.log_ratio:.2f})",
+            f"{len(outliers)} such sequence{'s' * (len(outliers) > 1)}, with {share:.0%} of the gradient norm",
+        ]
+        if not math.isnan(worst.advantage):
+            evidence.append(f"its |advantage| is {worst.advantage:.3g}, the step's median {case.usual.advantage:.3g}")
+        return Verdict("W", tuple(evidence), "Check reward scaling and the advantage's normaliser.", culprits)
     guilty = tuple(
         c for c in case.candidates if case.weight_factor(c.loss_weight) > bound and c.share > case.limits.share
     )
     if not guilty or guilty[0].share < case.limits.sequence_share:
         return None
-    evidence = (
+    tokens = (
         f"the token's weight in the loss is {case.weight_factor(guilty[0].loss_weight):.3g} times the step's median, "
         "and its ratio does not explain that",
         f"it holds {guilty[0].share:.0%} of the gradient norm",
     )
-    return Verdict("W", evidence, "Check per-token advantages and the loss's normaliser.", guilty)
+    return Verdict("W", tokens, "Check per-token advantages and the loss's normaliser.", guilty)
+
+
+def _outlying(case: _Case, weight: float, advantage: float, tokens: int) -> bool:
+    """Whether a sequence's weights are, and not only since it is short in a loss that divides by the length."""
+    factor = case.weight_factor(weight)
+    by_length = factor * tokens / case.usual.length if case.usual.length > 0 else factor
+    return min(factor, by_length) > case.limits.weight
 
 
 def _layer(case: _Case) -> Verdict | None:
@@ -227,7 +246,7 @@ def _silenced(case: _Case) -> Verdict | None:
         return None
     gone.sort(key=lambda c: -abs(c.log_ratio or 0.0))
     evidence = (
-        f"{len(gone)} tokens have a ratio far off (log r = {gone[0].log_ratio:.2f}) and no gradient: the clip took it",
+        f"{len(gone)} tokens have a ratio far off (log r = {gone[0].log_ratio:.2f}), an advantage, and no weight",
         "the norm does not show it",
     )
     advice = "Check the rollout's log-probabilities of these tokens; TokenClip (IcePop) leaves them out openly."
@@ -235,13 +254,14 @@ def _silenced(case: _Case) -> Verdict | None:
 
 
 def _diffuse(case: _Case) -> Verdict:
-    largest = max((abs(c.share) for c in case.candidates), default=0.0)
-    evidence = (
-        f"{case.usual.count} tokens; "
-        + (f"the largest share is {largest:.1%}" if largest else f"none holds {case.limits.share:.0%} of the norm")
-        + ", and nothing about its ratio, weight or layers is unusual",
-    )
-    return Verdict("D", evidence, "Look at the learning rate and at this step's data as a whole.")
+    top = case.candidates[0] if case.candidates else None
+    evidence = [f"none of the {case.usual.count} tokens stands out by a ratio or a weight that would explain its share"]
+    if top is not None and top.share >= case.limits.share:
+        seen = "" if top.heterogeneity is None else ", and its gradient is spread over the layers as the others' are"
+        evidence.append(f"the largest share of the gradient norm is {top.share:.0%}, at {top.where}{seen}")
+    elif top is not None:
+        evidence.append(f"the largest share of the gradient norm is {abs(top.share):.1%}")
+    return Verdict("D", tuple(evidence), "Look at the learning rate and at this step's data as a whole.")
 
 
 def _of_sequence(case: _Case, s: SequenceDrift) -> tuple[Culprit, ...]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from seismograd.gradloc import Incident, localize
@@ -21,6 +24,8 @@ Text = Literal["full", "none"]
 TEXT: tuple[Text, ...] = ("full", "none")
 
 T = TypeVar("T", Culprit, SequenceShares)
+
+_EXCEPTION = re.compile(r"\b(\w*(?:Error|Exception|Interrupt|Warning))\b: .*", re.DOTALL)
 
 _CONTEXT = 24  # tokens before a culprit, and half as many after it
 
@@ -53,7 +58,9 @@ class GradLoc:
         """Whether they are to be explained."""
         return self._when == "every" or (self._when == "auto" and any(not spike.repeat for spike in spikes))
 
-    def explain(self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks) -> Explained:
+    def explain(
+        self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks, scale: float
+    ) -> Explained:
         """The incident of this step, from gradients that have not been clipped yet."""
         replayable = all(ranks.gather(all(batch.replay is not None for batch in batches)))
         with warnings.catch_warnings():
@@ -61,7 +68,7 @@ class GradLoc:
             incident = localize(
                 batches,
                 self._model if replayable else None,
-                grad_scale=1 / ranks.size,  # what shares a step averages its gradients
+                grad_scale=scale / max(ranks.size, _averaged_over()),
                 ranks=ranks,
             )
         first = next((s for s in spikes if not s.repeat), spikes[0] if spikes else None)
@@ -74,7 +81,10 @@ class GradLoc:
             culprits=self._everybody(ranks, incident.culprits, lambda c: self._told(c, batches)),
             sequences=self._everybody(ranks, incident.sequences, lambda s: self._told_sequence(s, batches)),
         )
-        kept = saved(batches, 1 / ranks.size, self._save) if self._save > 0 else None
+        if scale != 1:
+            told = replace(told, notes=(*told.notes, f"norms are multiplied by the loss scale, {scale:g}"))
+        told = self._private(_of_all_weights(told, spikes))
+        kept = saved(batches, scale / max(ranks.size, _averaged_over()), self._save) if self._save > 0 else None
         if self._save > 0 and kept is None:
             told = replace(
                 told, notes=(*told.notes, f"the micro-batches were not saved: above {self._save:g} MB, or no ids")
@@ -96,9 +106,9 @@ class GradLoc:
         row = ids[c.row].tolist()
         return replace(
             c,
-            text=self._decode([c.token_id]),
-            before=self._decode(row[max(0, c.position - _CONTEXT) : c.position]),
-            after=self._decode(row[c.position + 1 : c.position + 1 + _CONTEXT // 2]),
+            text=self._text_of([c.token_id]),
+            before=self._text_of(row[max(0, c.position - _CONTEXT) : c.position]),
+            after=self._text_of(row[c.position + 1 : c.position + 1 + _CONTEXT // 2]),
         )
 
     def _told_sequence(self, s: SequenceShares, batches: Sequence[TokenBatch]) -> SequenceShares:
@@ -106,7 +116,39 @@ class GradLoc:
         if self._decode is None or ids is None or ids.shape[0] <= s.row or ids.shape[1] <= max(s.positions, default=0):
             return s
         row = ids[s.row].tolist()
-        return replace(s, texts=tuple(self._decode([row[p]]) for p in s.positions))
+        return replace(s, texts=tuple(self._text_of([row[p]]) or "" for p in s.positions))
+
+    def _text_of(self, ids: Sequence[int]) -> str | None:
+        """None where the tokenizer refuses: a model's vocabulary may be padded beyond the tokenizer's."""
+        assert self._decode is not None
+        with suppress(Exception):
+            return self._decode(ids)
+        return None
+
+    def _private(self, incident: Incident) -> Incident:
+        """Without what exceptions say, which may be text, where no text is to be told."""
+        if self._text == "full":
+            return incident
+        return replace(
+            incident,
+            notes=tuple(_EXCEPTION.sub(r"\1", note) for note in incident.notes),
+            attempts=tuple(replace(a, outcome=_EXCEPTION.sub(r"\1", a.outcome)) for a in incident.attempts),
+        )
+
+
+def _averaged_over() -> int:
+    """Processes that average their gradients, also where this one looks at its tokens alone."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _of_all_weights(incident: Incident, spikes: Sequence[Spike]) -> Incident:
+    """A step in which no token stands out among the others, and all weigh more than in any step before, is no D."""
+    heavy = next((s for s in spikes if s.signal == "loss_weight"), None)
+    if incident.verdict != "D" or heavy is None:
+        return incident
+    sentence = f"the largest |dL/dlogp| is {heavy.value:.3g}, where up to {heavy.baseline:.3g} is usual in this run"
+    advice = "Check the loss's normaliser and reward scaling: all of the step's weights are larger than usual."
+    return replace(incident, verdict="W", evidence=(*incident.evidence, sentence), advice=advice)
 
 
 def _return_to_usual(incident: Incident, spikes: Sequence[Spike]) -> tuple[str, ...]:

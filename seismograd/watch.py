@@ -174,7 +174,7 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
     def report(event: Event) -> None:
         hub.event(event)
 
-    faults = Faults(report)
+    faults = Faults(report, told=config.text == "full")
     worker = SignalWorker(
         Detector([rule for rule in RULES if rule.judged == "worker"]),
         [rule.signal for rule in RULES],

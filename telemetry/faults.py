@@ -12,6 +12,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from seismograd.telemetry.records import Event
+from seismograd.telemetry.visible import visible
 
 log = logging.getLogger("seismograd")
 
@@ -38,10 +39,11 @@ class Faults:
 
     Args:
         report: is given an event for the first fault of a part and when it is switched off.
+        told: whether what an exception says may be shown; it may hold text of the user's data.
     """
 
-    def __init__(self, report: Callable[[Event], None]) -> None:
-        self._report = report
+    def __init__(self, report: Callable[[Event], None], told: bool = True) -> None:
+        self._report, self._told = report, told
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._in_a_row: Counter[str] = Counter()
@@ -79,11 +81,11 @@ class Faults:
             return
         what = type(error).__name__
         with suppress(Exception):
-            what = f"{what}: {error}".splitlines()[0]
+            what = visible(f"{what}: {error}".splitlines()[0]) if self._told else what
         message = f"fault in {part}{consequence or ''}, training is not affected: {what}"
         if last:
             message = f"{part} is switched off after {_GIVE_UP_AFTER} faults in a row, training is not affected: {what}"
-        trace = "".join(traceback.format_exception(error))
+        trace = "".join(traceback.format_exception(error) if self._told else traceback.format_tb(error.__traceback__))
         warn(message)
         self._report(Event("fault", message, data={"part": part, "traceback": trace}))
 

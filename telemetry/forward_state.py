@@ -6,10 +6,12 @@ that are wrong by as much as they are long.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -63,19 +65,25 @@ class ForwardState:
 
 
 @contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Buffers that a forward writes (running statistics, routers' token counts) are as before when the context ends."""
+def kept(model: nn.Module) -> Iterator[None]:
+    """What a forward may write is as before when the context ends: buffers (running statistics, routers' token counts),
+    and the random numbers of Python and NumPy. Torch's are the caller's to keep.
+    """
     before = [
-        (module._buffers, key, buffer, buffer._version, buffer.detach().clone())
+        (module._buffers, key, buffer, buffer.detach().clone())
         for module in model.modules()
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        for buffers, key, buffer, version, values in before:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for buffers, key, buffer, values in before:
             if buffers.get(key) is not buffer:  # the forward put another one in its place
                 buffers[key] = buffer
-            if buffer._version != version:
+            # Always: what writes through .data moves no version counter.
+            with torch.inference_mode(buffer.is_inference()):
                 buffer.data.copy_(values)

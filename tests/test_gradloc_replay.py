@@ -350,7 +350,8 @@ def test_averaged_gradients(method: Method) -> None:
 
 def test_scale_that_is_not_the_gradients_shows() -> None:
     incident = made(net(), scale=0.5).localize(method="attribution")
-    assert incident.parts == pytest.approx({"tokens": 2, "not replayed": -1}, abs=0.05)
+    assert incident.method == "ratios"
+    assert any("make 2 times the step's" in note for note in incident.notes)
 
 
 # -- what does not pass through logp --------------------------------------------------------------------------------

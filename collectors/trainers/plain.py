@@ -134,6 +134,13 @@ class PlainLoop:
                     "bind them, as in replay=lambda batch=batch: ...; they are not used",
                 )
                 given["replay"] = None
+            if not _fits(given["input_ids"], logp):
+                self._say(
+                    "ids",
+                    f"run.tokens(input_ids=...) has shape {tuple(given['input_ids'].shape)}, where logp has "
+                    f"{tuple(logp.shape)}: each row needs one id more than log-probs. Incidents name positions only",
+                )
+                given["input_ids"] = None
             batch = token_batch(self._steps, self._micro_batch, logp, state=self._state, **given)
             self._state = None
             position = self._monitor.add(batch)
@@ -214,6 +221,12 @@ class PlainLoop:
         if what not in self._said:
             self._said.add(what)
             self._run.degraded(f"{message}. Training is not affected.")
+
+
+def _fits(ids: Any, logp: Tensor) -> bool:
+    """Whether column p of input_ids is the token whose log-prob stands at p - 1."""
+    rows = logp.shape if logp.dim() > 1 else (1, *logp.shape)
+    return ids is None or tuple(ids.shape) == (rows[0], rows[1] + 1)
 
 
 class _Repeats:
