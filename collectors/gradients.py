@@ -46,13 +46,19 @@ class Norms:
 
 
 @torch.no_grad()
-def take_norms(parameters: Sequence[Tensor]) -> Norms | None:
-    """The norms of all gradients, or None where no parameter has one."""
+def take_norms(parameters: Sequence[Tensor], ranks: int = 1) -> Norms | None:
+    """The norms of all gradients, or None where no parameter has one.
+
+    Args:
+        parameters: those whose gradients are read.
+        ranks: how many processes call this together. None as well where the gradients are sharded over more of them: a
+            reduction that the others take no part in would never end.
+    """
     having = [p for p in parameters if p.grad is not None]
     if not having:
         return None
     if any(isinstance(p.grad, DTensor) for p in having):
-        return _sharded_norms(having)
+        return _sharded_norms(having, ranks)
     grads: list[Tensor | None] = [p.grad for p in having]
     norms: list[Tensor] = []
     order: list[int] = []
@@ -69,11 +75,13 @@ def take_norms(parameters: Sequence[Tensor]) -> Norms | None:
     return Norms(tuple(having[i] for i in order), stacked, total)
 
 
-def _sharded_norms(having: Sequence[Tensor]) -> Norms:
+def _sharded_norms(having: Sequence[Tensor], ranks: int) -> Norms | None:
     """Each rank's shards, summed over the ranks in one reduction. A collective: all ranks have the same parameters."""
+    mesh = next(p.grad.device_mesh for p in having if isinstance(p.grad, DTensor))
+    if mesh.size() > ranks:
+        return None
     local = [g.to_local() if isinstance(g := p.grad, DTensor) else g for p in having]
     squares = torch.stack(torch._foreach_norm(local, 2.0)).square()  # type: ignore[arg-type]
-    mesh = next(p.grad.device_mesh for p in having if isinstance(p.grad, DTensor))
     for dim in range(mesh.ndim):
         cut = torch.tensor(
             [isinstance(p.grad, DTensor) and p.grad.placements[dim].is_shard() for p in having], device=squares.device

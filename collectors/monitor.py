@@ -223,7 +223,7 @@ class StepMonitor:
         norms: Norms | None = None
         if self._faults.working("norms"):
             with self._faults.fence("norms") if clipping else self.guard("norms"):
-                norms = take_norms(parameters)
+                norms = take_norms(parameters, 1 if self._ranks is None else self._ranks.size)
                 if norms is not None and scale is not None:
                     norms = norms.unscaled(scale)
         if step is not None and first:

@@ -123,7 +123,7 @@ def _meet(say: Callable[[str], None]) -> Ranks:
         return group
     say(
         "watch() was not called on all ranks (or there is no gloo backend): what happens on the other ranks is not "
-        "seen, and an incident knows rank 0's tokens only"
+        "seen, an incident knows rank 0's tokens only, and sharded gradients are not read"
     )
     return Alone()
 
