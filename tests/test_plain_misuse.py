@@ -327,7 +327,7 @@ def test_column_that_a_micro_batch_lacks_is_not_a_nan(tmp_path: Path) -> None:
 
 def test_fused_optimizer_with_a_scaled_loss(tmp_path: Path) -> None:
     """GradScaler leaves the unscaling to it, so the gradients are still scaled when the optimizer is called."""
-    loop = watched(tmp_path)
+    loop = watched(tmp_path, gradloc="every")
     loop.optimizer.grad_scale = torch.tensor(1024.0)  # type: ignore[attr-defined]
     with loop.run, loop.run.step():  # type: ignore[union-attr]
         batch = loop.batch()
@@ -338,6 +338,9 @@ def test_fused_optimizer_with_a_scaled_loss(tmp_path: Path) -> None:
             p.grad *= 1024.0
         loop.run._adapter._before_optimizer(loop.optimizer)  # type: ignore[union-attr]
     assert read(tmp_path)['grad_norm{layer="all",group="all"}'] == pytest.approx([truth])
+    (incident,) = events(tmp_path, "incident")
+    assert (incident.data["method"], incident.data["completeness"]) == ("attribution", pytest.approx(1, abs=0.05))
+    assert any("loss scale, 1024" in note for note in incident.data["notes"])
 
 
 def test_names_of_sequences_may_be_any_integer(tmp_path: Path) -> None:
