@@ -332,10 +332,9 @@ def test_fused_optimizer_with_a_scaled_loss(tmp_path: Path) -> None:
     with loop.run, loop.run.step():  # type: ignore[union-attr]
         batch = loop.batch()
         loop.run.tokens(**batch, loss_scale=1024.0)  # type: ignore[union-attr]
-        loop.loss(batch).backward()
-        truth = float(torch.nn.utils.get_total_norm([p.grad for p in loop.model.parameters() if p.grad is not None]))
-        for p in loop.model.parameters():
-            p.grad *= 1024.0
+        (1024.0 * loop.loss(batch)).backward()
+        grads = [p.grad for p in loop.model.parameters() if p.grad is not None]
+        truth = float(torch.nn.utils.get_total_norm(grads)) / 1024.0
         loop.run._adapter._before_optimizer(loop.optimizer)  # type: ignore[union-attr]
     assert read(tmp_path)['grad_norm{layer="all",group="all"}'] == pytest.approx([truth])
     (incident,) = events(tmp_path, "incident")
