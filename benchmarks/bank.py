@@ -146,10 +146,10 @@ SMOLLM2 = "smollm2"
 
 
 def slow_specs() -> Iterator[Spec]:
-    """One of most faults on a real language model."""
+    """One of most faults on a real language model. Its norm's eps bounds what a collapsed embedding can do to it."""
     for fault, size in (
-        ("honest", 0.0), ("ratio", 1e4), ("ratios", 300.0), ("drift", 6.0), ("embedding", 1e-4), ("advantage", 300.0),
-        ("normaliser", 64.0), ("nan", 1.0), ("engine nan", 0.0), ("silenced", 1e4),
+        ("honest", 0.0), ("ratio", 1e4), ("ratios", 300.0), ("drift", 6.0), ("advantage", 300.0), ("normaliser", 64.0),
+        ("nan", 1.0), ("engine nan", 0.0), ("silenced", 1e4),
     ):  # fmt: skip
         yield Spec(fault, SMOLLM2, 0, size, micro_batches=2, rows=4, length=32)
 
@@ -180,8 +180,12 @@ def plan(spec: Spec) -> Plan:
     torch.manual_seed(1000 + spec.seed)
     older = {name: p.detach().clone() for name, p in net.named_parameters()}
     ids = sampled(net, spec.micro_batches * spec.rows, spec.length)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        rollout = logp_of(net, ids, spec.length).float()
+    with torch.no_grad():
+        exact = logp_of(net, ids, spec.length)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = logp_of(net, ids, spec.length).float()
+        # Random weights have gaps of several nats at rare tokens: mismatches of their own. SmolLM2 has none above 0.2.
+        rollout = exact + (rounded - exact).clamp(-0.2, 0.2)
         for name, p in net.named_parameters():  # the policy has moved on by a few small steps
             p.add_(older[name].std() * 0.002 * torch.randn_like(p))
     reward = (torch.rand(len(ids)) < 0.5).float().reshape(-1, GROUP)

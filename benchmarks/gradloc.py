@@ -57,12 +57,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    report = Report("GradLoc on the incident bank", "python -m benchmarks.gradloc" + (" --quick" if args.quick else ""))
+    report = Report(
+        "GradLoc on the incident bank",
+        " ".join(["python -m benchmarks.gradloc", *(sys.argv[1:] if argv is None else argv)]),
+    )
     bank(report, specs(1 if args.quick else 3), "")
     if args.smollm2:
         bank(report, slow_specs(), ", SmolLM2-135M-Instruct")
     curve(report, seeds=1 if args.quick else 4)
-    cost(report, repeats=1 if args.quick else 5, sizes=dict(list(SIZES.items())[: 1 if args.quick else 3]))
+    cost(report, repeats=1 if args.quick else 3, sizes=dict(list(SIZES.items())[: 1 if args.quick else 3]))
     memory(report, rows=8 if args.quick else 32)
     dormant(report, times=200 if args.quick else 2_000)
     if args.quick:

@@ -27,7 +27,7 @@ from seismograd.telemetry.records import TokenBatch
 
 MOST = 1.2  # of |G| that what is replayed can make: the rest, pulling the other way, is seldom so large
 TOLERANCE = 0.05  # of completeness
-_FIRST = 0.05  # nats that the heaviest token's logp moves by, if the gradient is all its own
+_FIRST = 0.1  # nats that the heaviest token's logp moves by, if the gradient is all its own
 _ATTEMPTS = 4
 _CURVED = 0.05  # second difference over first: above, the distance left the linear regime
 # Nats, median: how far the middle of the two moved forwards may lie from what training recorded.
@@ -130,7 +130,8 @@ def attribute(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]
             return None, [*attempts, Attempt("attribution", outcome, shares.completeness, 2.0, 0.0, detail)]
         if not replay.precise:
             curved = 0.0  # the recorded logp was rounded, and is not the middle that curvature is measured from
-        if not shares.believable and curved <= _CURVED and replayed is None:
+        # Rounding may be to blame as well: a pass of its own is spent only where another distance has not helped.
+        if not shares.believable and curved <= _CURVED and replayed is None and len(tried) > 1:
             replayed, attempt = replayed_part(step, replay)
             attempts.append(attempt)
         if replayed is not None and replayed > MOST:

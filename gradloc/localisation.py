@@ -136,7 +136,8 @@ class _Localisation:
             notes.append("no method gave shares that can be believed. Tokens are ranked by what is known without one")
             return self._judged(step, _by_weight(step.tokens), None, attempts, "ratios", notes, replay, estimated=True)
         candidates = self._candidates(step, shares.tokens)
-        worth = candidates[np.abs(shares.tokens[candidates]) >= self.limits.share]
+        # Also those below what is named alone: the worst of a sequence that is.
+        worth = candidates[np.abs(shares.tokens[candidates]) >= self.limits.share / 2]
         if not replay.precise and not len(worth):
             worth = candidates[:1]  # a sum may be right by luck where rounding hides much: hold one token against it
         first = self._first(step, shares.tokens, worth)

@@ -22,7 +22,7 @@ class Thresholds:
     """When something counts as evidence. Defaults: benchmarks/gradloc.py on the incident bank.
 
     Args:
-        share: of |G| that a token has to hold to be looked at.
+        share: of |G| that a token has to hold to be named: without it |G| falls by its share at most.
         sequence_share: of |G| that a sequence or a micro-batch has to hold to be named.
         token_log_ratio: |log r| of a token, nats; ln 2 is what TIS caps.
         sequence_log_ratio: |sum of log r| of a sequence, nats.
@@ -33,7 +33,7 @@ class Thresholds:
         pull: how far a token's log-probability moves along G, over the step's median.
     """
 
-    share: float = 0.05
+    share: float = 0.1
     sequence_share: float = 0.5
     token_log_ratio: float = math.log(2)
     sequence_log_ratio: float = 2.0

@@ -248,7 +248,7 @@ def test_norm_without_the_verified_tokens() -> None:
     incident = m.localize(verified=2)
     true = true_shares(m)
     first = sorted(true, key=lambda at: -abs(true[at]))[:2]
-    assert min(abs(true[at]) for at in first) > Thresholds().share
+    assert min(abs(true[at]) for at in first) > Thresholds().share / 2
     own = dict(gradients(m))
     left = [w - own[first[0]][k] - own[first[1]][k] for k, w in enumerate(m.gradient)]
     assert incident.without_culprits == pytest.approx(length_of(left), rel=1e-4)
