@@ -153,8 +153,8 @@ def test_loss_weight_is_all_of_the_gradient(tmp_path: Path) -> None:
         monitor = run._monitor
         judge = monitor._judge
 
-        def replayed(step: Any, norms: Any) -> None:
-            judge(step, norms)
+        def replayed(step: Any, *judged: Any) -> None:
+            judge(step, *judged)
             grads = [p.grad.clone() for p in trainer.model.parameters()]
             trainer.model.zero_grad()
             for batch in step.batches:
