@@ -301,8 +301,8 @@ class StepMonitor:
     def _judge(self, step: Step, norms: Norms | None, scale: float = 1.0) -> None:
         with self.guard("transfer"):
             self._fetch(step, norms)
-        ranks = self._ranks or Alone()
-        wanted = self._detect(step, ranks)
+        wanted = self._detect(step, self._ranks or Alone())
+        ranks = self._ranks or Alone()  # anew: the others may have been lost meanwhile
         localiser = self._localiser
         if wanted and localiser is not None and self._faults.working("gradloc"):
             with self.guard("gradloc"):

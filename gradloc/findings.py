@@ -9,7 +9,7 @@ from math import nan
 import numpy as np
 
 from seismograd.gradloc.attribution import Step
-from seismograd.gradloc.tokens import Floats, Ints, Tokens
+from seismograd.gradloc.tokens import Floats, Ints
 from seismograd.gradloc.verification import Verified
 from seismograd.telemetry.incidents import Culprit, SequenceShares
 
@@ -240,6 +240,3 @@ def pooled(findings: Sequence[Findings]) -> Typical:
         pull=_median(np.array([t.pull for t in counted if not np.isnan(t.pull)])),
         micro_batch=tuple(x for t in counted for x in t.micro_batch),
     )
-
-
-__all__ = ["Findings", "SequenceDrift", "Tokens", "Typical", "find", "pooled", "sequence_shares"]

@@ -104,12 +104,6 @@ class ShardedReplay(ModelReplay):
         with self._in_float32(), torch.no_grad(), self._moving(list(self.parameters)) as move:
             yield move
 
-    @contextmanager
-    def dual(self) -> Iterator[None]:
-        if self.joint:
-            raise NotImplementedError("forward-mode differentiation of sharded parameters")
-        yield
-
     def first_nonfinite(self, i: int | None) -> str | None:
         return None  # ranks would run unequal numbers of forwards
 

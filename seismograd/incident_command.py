@@ -42,12 +42,12 @@ def show_incident(args: argparse.Namespace) -> int:
             code = _complain(e)  # the folder's others can still be read
             continue
         if args.path.is_dir():
-            _say(f"{file.name}  {visible(shown.headline())}\n")
+            say(f"{file.name}  {visible(shown.headline())}\n")
     if shown is None:
         return code
     low, high = _WIDTHS
     width = min(max(shutil.get_terminal_size((100, 24)).columns, low), high)
-    _say(("\n" if args.path.is_dir() else "") + incident_text(shown, width))
+    say(("\n" if args.path.is_dir() else "") + incident_text(shown, width))
     return max(code, _write_page(shown, args.html, files)) if args.html else code
 
 
@@ -87,11 +87,11 @@ def _write_page(incident: Incident, page: Path, files: list[Path]) -> int:
         page.write_text(incident_page(incident), encoding="utf-8")
     except OSError as e:
         return _complain(f"{page}: the page cannot be written ({e.strerror}); give --html a file in a writable folder")
-    _say(f"\npage: {page}\n")
+    say(f"\npage: {page}\n")
     return 0
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """To standard output, whatever its encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seismograd.gradloc.terminal import incident_text
+from seismograd.incident_command import say
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,7 +44,7 @@ def replay(args: argparse.Namespace) -> int:
         print(f"seismograd replay: {str(e).splitlines()[0]}", file=sys.stderr)
         return 2
     incident = replayed(model, batches, scale, args.method)
-    print(incident_text(incident), end="")
+    say(incident_text(incident))
     if args.json is not None:
         try:
             args.json.write_text(incident.to_json() + "\n", encoding="utf-8")

@@ -392,3 +392,35 @@ def test_part_of_the_model_replayed_under_its_own_autocast(tmp_path: Path) -> No
 def test_model_given_as_a_trainer() -> None:
     with pytest.raises(TypeError, match=r"Did you mean watch\(model=model"):
         watch(tiny.PlainModel())
+
+
+class Lost:
+    """Ranks that cannot be reached any more: each attempt costs a time-out."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def gather(self, item: Any) -> list[Any]:
+        self.asked += 1
+        raise TimeoutError("the others are gone")
+
+    def sum(self, values: Any) -> list[float]:
+        return list(self.gather(values))
+
+    def max(self, value: float) -> float:
+        return float(self.gather(value)[0])
+
+    def add(self, tensors: Any) -> None:
+        self.gather(tensors)
+
+
+def test_ranks_that_are_gone_are_waited_for_once(tmp_path: Path) -> None:
+    loop, lost = watched(tmp_path, gradloc="every"), Lost()
+    loop.run._monitor._ranks = lost  # type: ignore[union-attr]
+    with loop.run:  # type: ignore[union-attr]
+        loop.train(3)
+    assert lost.asked == 1
+    assert [event.data["method"] for event in events(tmp_path, "incident")] == ["attribution"] * 3
+    assert [event.data["part"] for event in events(tmp_path, "fault")] == ["ranks"]
