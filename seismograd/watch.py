@@ -98,7 +98,8 @@ def watch(
     if not is_grpo_trainer(trainer):
         raise unsupported(trainer)
     # Imported here: it needs transformers, which is there if a trainer is.
-    from seismograd.collectors.trainers.trl import GRPOAdapter, watching_run
+    from seismograd.collectors.trainers.trl import GRPOAdapter
+    from seismograd.collectors.trainers.trl_callback import watching_run
 
     already = watching_run(trainer)
     if isinstance(already, Run):

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from seismograd.collectors.monitor import StepMonitor
 from seismograd.collectors.shadow import DTYPES
 from seismograd.collectors.trainers import RunState
+from seismograd.collectors.trainers.trl_callback import StepCallback
 from seismograd.collectors.trainers.trl_forward import Forward, others_of
 from seismograd.collectors.trainers.trl_loss import clip_specs, loss_masks
 from seismograd.telemetry.forward_state import ForwardState
@@ -316,40 +317,6 @@ class GRPOAdapter:
         if signals not in self._said:
             self._said.add(signals)
             self._state.degraded(f"not measured in this run: {signals}; {reason}. Training is not affected.")
-
-
-class StepCallback(TrainerCallback):
-    """Marks the steps for the adapter. Changes nothing: every method returns None."""
-
-    def __init__(self, adapter: GRPOAdapter, run: Any) -> None:
-        self._adapter, self.run = adapter, run
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._adapter.training_begins(state.global_step)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._adapter.step_begins(state.global_step + 1)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._adapter.before_optimizer()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._adapter.step_ends()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        self._adapter.logged(state.global_step, logs or {})
-
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._adapter.saved(state.global_step)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._adapter.training_ends()
-
-
-def watching_run(trainer: Any) -> Any | None:
-    """The run that watches the trainer already, or None."""
-    handler = getattr(trainer, "callback_handler", None)
-    return next((c.run for c in getattr(handler, "callbacks", ()) if isinstance(c, StepCallback)), None)
 
 
 def _clips_itself(accelerator: Any) -> str | None:
