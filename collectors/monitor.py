@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from seismograd.collectors.budget import ProbeBudget
 from seismograd.collectors.columns import device_columns, host_batch
-from seismograd.collectors.gradients import Norms, take_norms
 from seismograd.collectors.guard import Guard
 from seismograd.collectors.payload import Gradients, LogPayload, StepPayload
 from seismograd.collectors.probes import Probes
@@ -34,6 +33,7 @@ from seismograd.telemetry.detector import Detector, Measured
 from seismograd.telemetry.faults import Faults
 from seismograd.telemetry.incidents import Explained
 from seismograd.telemetry.layers import ModelMap
+from seismograd.telemetry.norms import Norms, take_norms
 from seismograd.telemetry.ranks import Alone, Ranks
 from seismograd.telemetry.records import ClipSpec, Event, Spike, TokenBatch
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from seismograd.collectors.gradients import layer_proportions, take_norms
+from seismograd.collectors.gradients import layer_proportions
+from seismograd.telemetry.norms import take_norms
 
 
 def parameters(dtypes: list[torch.dtype], scale: float = 1.0) -> list[nn.Parameter]:

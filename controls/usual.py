@@ -1,0 +1,148 @@
+"""What is usual for a layer's gradient norm in a step: the two references of LayerClip.
+
+    peers    level_l = usual(rho_l) * reference        the other layers of the same step
+    history  level_l = envelope_l                      the layer's own norms of the steps before
+
+Peers: rho_l is the layer's norm over the median of all layers' norms in its step, usual(rho_l) its median over the last
+steps. The reference of a step is taken over the layers, each divided by its usual proportion, with the upper 40%
+trimmed away: the median of what is left. So a burst of the whole model raises the reference with the layers, and up to
+40% of the layers may be out of proportion at once without moving it.
+
+History is the literal reading of "a threshold a layer from that layer's history": the largest norm seen, decaying
+(`seismograd.telemetry.baselines.Envelope`). It cannot tell a layer's explosion from a burst of the whole model.
+
+Both work on numpy arrays of shape (U,), one entry a layer (or module group), on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from seismograd.telemetry.baselines import Envelope, Robust, RobustState, Values
+
+_REFRESH = 8  # steps between two looks at the medians, which move slowly
+_FEWEST = 3  # layers that a proportion can be taken over
+
+
+class Reference(Protocol):
+    """What is usual for each unit. Units are columns; `extend` makes room for further ones."""
+
+    def judge(self, norms: Values) -> tuple[Values, Values]:
+        """(level, threshold) of this step, each (U,), NaN where nothing is usual yet. Learns nothing."""
+
+    def learn(self, norms: Values) -> None:
+        """Take this step's norms in, those beyond their threshold clipped at it. NaN was not measured."""
+
+    def extend(self, n: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any], columns: Sequence[int]) -> None:
+        """Take up the columns of a saved state, in this order."""
+
+
+@dataclass(frozen=True)
+class PeersSettings:
+    """Args:
+    factor: least quotient of a norm and its level at which the layer is out of proportion.
+    mads: and as many scaled MADs of log rho_l, for layers whose proportion is restless.
+    window: steps that the medians are taken over.
+    warmup: steps that have to be known of a layer before it may be clipped.
+    trim: upper part of the layers that the reference leaves out.
+    """
+
+    factor: float
+    mads: float
+    window: int
+    warmup: int
+    trim: float
+
+
+class Peers:
+    """See the module's docstring."""
+
+    def __init__(self, settings: PeersSettings) -> None:
+        self._settings = settings
+        self._rho = RobustState(Robust(window=settings.window, warmup=settings.warmup), 0)
+        self._median: Values = np.zeros(0)
+        self._reach: Values = np.zeros(0)
+        self._since = 0
+
+    def judge(self, norms: Values) -> tuple[Values, Values]:
+        usable = np.isfinite(norms) & (norms > 0) & np.isfinite(self._median)
+        unknown = np.full_like(norms, np.nan)
+        if usable.sum() < _FEWEST:
+            return unknown, unknown
+        # The median of what is left when the upper part is gone is a lower quantile of all.
+        left = np.log(norms[usable]) - self._median[usable]
+        reference = float(np.quantile(left, (1 - self._settings.trim) / 2))
+        level = np.exp(self._median + reference)
+        return level, level * np.exp(self._reach)
+
+    def learn(self, norms: Values) -> None:
+        usable = np.isfinite(norms) & (norms > 0)
+        if usable.sum() < _FEWEST:
+            return
+        logs = np.log(norms, out=np.full_like(norms, np.nan), where=usable)
+        rho = logs - np.median(logs[usable])
+        columns = np.flatnonzero(usable)
+        self._rho.logs[self._rho.next[columns] % self._settings.window, columns] = rho[columns]
+        self._rho.next[columns] += 1
+        self._since += 1
+        starting = (self._rho.next <= 2 * self._settings.warmup).any()
+        if starting or self._since >= _REFRESH:
+            self._refresh()
+
+    def extend(self, n: int) -> None:
+        self._rho.extend(n)
+        unknown = np.full(n, np.nan)
+        self._median, self._reach = np.append(self._median, unknown), np.append(self._reach, unknown)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._rho.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], columns: Sequence[int]) -> None:
+        logs, seen = np.array(state["logs"], dtype=np.float64), np.asarray(state["next"], dtype=np.int64)
+        self._rho = RobustState(self._rho.settings, len(columns))
+        rows = min(len(logs), len(self._rho.logs))
+        if len(logs) == len(self._rho.logs):  # another window begins anew
+            self._rho.logs[:rows] = logs[:rows, list(columns)]
+            self._rho.next[:] = seen[list(columns)]
+        self._refresh()
+
+    def _refresh(self) -> None:
+        self._since = 0
+        self._median = self._rho.median()
+        spread = self._settings.mads * self._rho.scaled_mad(self._median)
+        self._reach = np.maximum(spread, np.log(self._settings.factor))
+
+
+class History:
+    """See the module's docstring."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self._settings = envelope
+        self._state = envelope.state(0)
+
+    def judge(self, norms: Values) -> tuple[Values, Values]:
+        ready = (self._state.seen >= self._settings.warmup) & (self._state.level > 0)
+        level = np.where(ready, self._state.level, np.nan)
+        return level, self._settings.factor * level
+
+    def learn(self, norms: Values) -> None:
+        self._state.judge(norms)  # which clips at the threshold itself
+
+    def extend(self, n: int) -> None:
+        self._state.extend(n)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], columns: Sequence[int]) -> None:
+        self._state = self._settings.state(len(columns))
+        for name in ("level", "seen"):
+            setattr(self._state, name, np.asarray(state[name], dtype=np.float64)[list(columns)])
