@@ -2,7 +2,8 @@
 
     begin_step(step)
     add(batch) ...................... after each micro-batch's forward; caught(i, dL/dlogp) during its backward
-    clip(parameters, max_norm) ...... shadow probe, norms, the one transfer, detection, localisation, then the clip
+    clip(parameters, max_norm) ...... shadow probe, norms, the one transfer, detection, localisation, LayerClip where it
+                                      is on, then the clip
     end_step() ...................... deployed probe, hand-over to the worker
 
 Everything here is fenced: a fault costs the signal, never the step. What the trainer would have done itself (the clip)
@@ -18,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from seismograd.collectors.budget import ProbeBudget
@@ -29,10 +31,12 @@ from seismograd.collectors.shadow import Precision
 from seismograd.collectors.step import Step, measured_in, merged
 from seismograd.collectors.table import TokenTable
 from seismograd.collectors.transfer import Host, Transfer
+from seismograd.controls.layerclip import LayerScales, apply
+from seismograd.controls.switch import Change, State
 from seismograd.telemetry.detector import Detector, Measured
-from seismograd.telemetry.faults import Faults
+from seismograd.telemetry.faults import Faults, warn
 from seismograd.telemetry.incidents import Explained
-from seismograd.telemetry.layers import ModelMap
+from seismograd.telemetry.layers import Grouping, ModelMap
 from seismograd.telemetry.norms import Norms, take_norms
 from seismograd.telemetry.ranks import Alone, Ranks
 from seismograd.telemetry.records import ClipSpec, Event, Spike, TokenBatch
@@ -68,6 +72,35 @@ class Localiser(Protocol):
         """
 
 
+class Protector(Protocol):
+    """Says what the controls do. Changes nothing itself."""
+
+    def on(self, control: str) -> bool:
+        """Whether it acts."""
+
+    @property
+    def states(self) -> Mapping[str, State]:
+        """By control."""
+
+    def judge(self, grouping: Grouping, norms: NDArray[np.float64]) -> LayerScales | None:
+        """What LayerClip makes of a step's gradients, or None where it is off."""
+
+    def decide(
+        self,
+        step: int,
+        spikes: Sequence[Spike],
+        explained: Explained | None,
+        scales: LayerScales | None,
+        clipping: bool,
+    ) -> list[Change]:
+        """What the step switches on or hands back; LayerClip only where the clip follows."""
+
+    def told(
+        self, explained: Explained, scales: LayerScales | None, changes: Sequence[Change], acts: bool
+    ) -> Explained:
+        """The incident with what the controls did."""
+
+
 class StepMonitor:
     """See the module's docstring. All methods are the training thread's.
 
@@ -79,6 +112,7 @@ class StepMonitor:
         hub: takes payloads and events.
         faults: fences every part.
         localiser: explains spikes; nobody does where None.
+        protector: the controls; there are none where None.
         meet: the processes that share the step, asked for when the first step begins; all of them call it then.
     """
 
@@ -91,6 +125,7 @@ class StepMonitor:
         hub: Outlet,
         faults: Faults,
         localiser: Localiser | None = None,
+        protector: Protector | None = None,
         meet: Callable[[], Ranks] = Alone,
     ) -> None:
         self.clips: tuple[ClipSpec, ...] = ()
@@ -98,7 +133,8 @@ class StepMonitor:
         self.overflow_expected = False
         """The loss is scaled, so that non-finite gradients are routine; set by the adapter."""
         self.shadow = shadow
-        self._detector, self._hub, self._faults, self._localiser = detector, hub, faults, localiser
+        self._detector, self._hub, self._faults = detector, hub, faults
+        self._localiser, self._protector = localiser, protector
         self._map = ModelMap(model)
         self._probes = Probes(model, budget, shadow, faults, self.guard)
         self._meet = meet
@@ -146,6 +182,14 @@ class StepMonitor:
         """The global norm of the step in progress, once it has been read."""
         return None if self._step is None or self._step.gradients is None else self._step.gradients.total
 
+    @property
+    def withheld(self) -> bool:
+        """Whether layers of the step in progress are out of proportion, and LayerClip could not act though it may."""
+        step, protector = self._step, self._protector
+        if step is None or protector is None or step.scales is None or not step.scales.acts or step.applied is not None:
+            return False
+        return not step.clipped and protector.states["layerclip"] in (State.ARMED, State.ON)
+
     def add(self, batch: TokenBatch) -> int | None:
         """Keep a micro-batch until the step ends; its position, for `caught`, or None where no step collects."""
         if self._step is None or self._step.prepared:
@@ -174,18 +218,33 @@ class StepMonitor:
         self._step.batches[position] = replace(batch, loss_weight=total)
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Detect, then clip as ``torch.nn.utils.clip_grad_norm_`` does, to the bit.
+        """Detect, then clip as ``torch.nn.utils.clip_grad_norm_`` does, to the bit. LayerClip acts before it.
 
         Returns:
-            The global norm before clipping, a scalar tensor.
+            The global norm before any clipping, a scalar tensor.
         """
         norms: Norms | None = None
         with self._faults.fence("step"):
             norms = self._prepare(parameters, clipping=True)
-        if norms is None or norms.sharded:
+        if norms is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norms.total)
+        clipped = self._layers_clipped(norms)
+        if clipped is None or norms.sharded:
+            whole = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            return whole if clipped is norms else norms.total
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, clipped.total)
         return norms.total
+
+    def _layers_clipped(self, norms: Norms) -> Norms | None:
+        """The norms once LayerClip has acted: the same where it does not, None where they have to be read anew."""
+        step = self._step
+        if step is None or step.applied is None:
+            return norms
+        scales, step.applied = step.applied, None
+        with self.guard("layerclip"):
+            apply(scales, norms.parameters)
+            return None if norms.sharded else take_norms(norms.parameters)
+        return None
 
     def before_optimizer(self, parameters: Sequence[Tensor], scale: Tensor | None = None) -> None:
         """The last moment before the weights move; a step that has clipped has been judged already.
@@ -227,7 +286,7 @@ class StepMonitor:
                 if norms is not None and scale is not None:
                     norms = norms.unscaled(scale)
         if step is not None and first:
-            self._judge(step, norms, 1.0 if scale is None else float(scale))
+            self._judge(step, norms, 1.0 if scale is None else float(scale), clipping)
         return norms
 
     def _end(self, step: Step) -> None:
@@ -252,6 +311,8 @@ class StepMonitor:
                     probe_ages=self._probes.ages(step.number),
                     deployed=step.deployed,
                     explained=step.explained,
+                    controls={} if self._protector is None else dict(self._protector.states),
+                    scales=step.scales,
                 )
             )
 
@@ -298,15 +359,47 @@ class StepMonitor:
 
     # -- detection ------------------------------------------------------------------------------------------------
 
-    def _judge(self, step: Step, norms: Norms | None, scale: float = 1.0) -> None:
+    def _judge(self, step: Step, norms: Norms | None, scale: float = 1.0, clipping: bool = False) -> None:
         with self.guard("transfer"):
             self._fetch(step, norms)
+        if self._protector is not None and step.gradients is not None and self._faults.working("layerclip"):
+            with self.guard("layerclip"):
+                step.scales = self._protector.judge(step.gradients.grouping, step.gradients.norms)
         wanted = self._detect(step, self._ranks or Alone())
         ranks = self._ranks or Alone()  # anew: the others may have been lost meanwhile
         localiser = self._localiser
         if wanted and localiser is not None and self._faults.working("gradloc"):
             with self.guard("gradloc"):
                 step.explained = localiser.explain(step.number, step.batches, step.spikes, ranks, scale)
+        self._protect(step, self._ranks or Alone(), clipping)
+
+    def _protect(self, step: Step, ranks: Ranks, clipping: bool) -> None:
+        """Let the controls decide, and say what has changed. LayerClip acts on all ranks or on none.
+
+        Args:
+            step: judged and explained.
+            ranks: those that share it.
+            clipping: the clip follows, in which LayerClip can act.
+        """
+        step.clipped = clipping
+        protector = self._protector
+        if protector is None:
+            return
+        changes: list[Change] = []
+        acts = False
+        with self.guard("controls"):
+            changes = protector.decide(step.number, step.spikes, step.explained, step.scales, clipping)
+            overflow = self.overflow_expected and step.scales is not None and not step.scales.finite
+            acts = protector.on("layerclip") and clipping and not overflow and self._faults.working("layerclip")
+        if step.scales is not None and step.scales.acts:  # they are rank 0's: all ranks come here, or none
+            step.applied = step.scales if all(self._shared(ranks, acts)) else None
+        with self.guard("controls"):
+            if step.explained is not None:
+                step.explained = protector.told(step.explained, step.scales, changes, step.applied is not None)
+            for change in changes:
+                self._hub.event(Event("control", change.message, step.number, data=change.data))
+                if ranks.rank == 0:
+                    warn(change.message)
 
     def _detect(self, step: Step, ranks: Ranks) -> bool:
         """Judge the step; whether it is to be localised. Rank 0 judges what all have seen, and all do as it says.
@@ -324,7 +417,7 @@ class StepMonitor:
                 measured = merged([seen.measured for seen in everybody])
                 step.spikes = tuple(self._detector.judge(step.number, measured))
         wanted = localiser is not None and all(seen.able for seen in everybody) and localiser.wants(step.spikes)
-        step.spikes, wanted = self._shared(ranks, (step.spikes, wanted))[0]
+        step.spikes, wanted, step.scales = self._shared(ranks, (step.spikes, wanted, step.scales))[0]
         return wanted
 
     def _shared(self, ranks: Ranks, item: T) -> list[T]:

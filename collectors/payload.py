@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seismograd.collectors.table import TokenTable
+from seismograd.controls.layerclip import LayerScales
+from seismograd.controls.switch import State
 from seismograd.telemetry.incidents import Explained
 from seismograd.telemetry.layers import Grouping
 from seismograd.telemetry.records import ClipSpec, Spike
@@ -68,6 +70,8 @@ class StepPayload:
         probe_ages: steps since each probe ran.
         deployed: results that arrived with this step's transfer.
         explained: the localisation of this step's spike, or None.
+        controls: their states.
+        scales: what LayerClip made of the gradients, or None where it is off.
     """
 
     step: int
@@ -82,11 +86,14 @@ class StepPayload:
     probe_ages: Mapping[str, int] = field(default_factory=dict)
     deployed: tuple[Deployed, ...] = ()
     explained: Explained | None = None
+    controls: Mapping[str, State] = field(default_factory=dict)
+    scales: LayerScales | None = None
 
     @property
     def size(self) -> int:
-        """Readings that come of it: about 70 of the tokens and the run, and the gradients' series."""
-        return 70 + (0 if self.gradients is None else len(self.gradients.norms))
+        """Readings that come of it: about 80 of the tokens and the run, and the gradients' series."""
+        layers = 0 if self.scales is None else len(self.scales.units)
+        return 80 + layers + (0 if self.gradients is None else len(self.gradients.norms))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from seismograd.collectors.clipping import clip_readings
+from seismograd.collectors.effects import control_readings, what_if_readings
 from seismograd.collectors.gradients import layer_proportions, proportion_readings
 from seismograd.collectors.payload import Deployed, Gradients, LogPayload, StepPayload
 from seismograd.collectors.ratio import (
@@ -32,6 +33,7 @@ _TOKEN_PARTS: tuple[tuple[str, Callable[[TokenTable, Sequence[ClipSpec]], list[R
     ("log_ratio", lambda table, _: log_ratio_readings(table)),
     ("clipping", clip_readings),
     ("loss_weight", lambda table, _: loss_weight_readings(table)),
+    ("what_if", lambda table, _: what_if_readings(table)),
 )
 
 
@@ -121,6 +123,8 @@ class SignalWorker:
         if payload.explained is not None:
             with self._faults.fence("incident"):
                 readings += self._incident(payload.explained, events)
+        with self._faults.fence("control_readings"):
+            readings += control_readings(payload)
         readings += [*self._counters(), *self._own_cost(payload)]
         row = Row(payload.step, payload.ended, tuple(readings))
         return [*(_deployed_row(d, payload.ended) for d in payload.deployed), row], events

@@ -10,6 +10,7 @@ import numpy as np
 from seismograd.collectors.payload import Deployed, Gradients
 from seismograd.collectors.ratio import largest_log_ratio, largest_sequence_pull, nonfinite_counts
 from seismograd.collectors.table import TokenTable
+from seismograd.controls.layerclip import LayerScales
 from seismograd.telemetry.detector import Measured
 from seismograd.telemetry.incidents import Explained
 from seismograd.telemetry.records import Spike, TokenBatch
@@ -27,6 +28,9 @@ class Step:
         shadowed: whether its batches have the shadow's log-probs.
         tokens, gradients, spikes, deployed: once they are known.
         explained: the spike's localisation, where one ran.
+        scales: what LayerClip makes of the gradients, where it is not off.
+        applied: the same, while it waits to be applied by the clip.
+        clipped: whether the clip that we replace came before the optimizer.
     """
 
     number: int
@@ -39,6 +43,9 @@ class Step:
     spikes: tuple[Spike, ...] = ()
     deployed: tuple[Deployed, ...] = ()
     explained: Explained | None = None
+    scales: LayerScales | None = None
+    applied: LayerScales | None = None
+    clipped: bool = False
 
 
 def measured_in(step: Step, overflow_expected: bool) -> Mapping[str, Measured]:

@@ -103,4 +103,6 @@ def _flat(x: object, name: str = "") -> Pairs:
         return [pair for key, value in x.items() for pair in _flat(value, f"{name}.{key}" if name else str(key))]
     if isinstance(x, (list, tuple)):
         return [(name, ", ".join(number(value) for value in x))]
-    return [(name, number(x))]
+    if isinstance(x, bool):
+        return [(name, "yes" if x else "no")]
+    return [(name, x if isinstance(x, str) else number(x))]

@@ -35,8 +35,9 @@ class Verified:
         share: g . G / |G|^2, exact.
         without: |G - g|.
         norms: |g| by layer and module group.
-        heterogeneity: the largest quotient over the layers of |g| to |G - g| there, over the median quotient: about 1
-            where the token's gradient is spread over the layers as everybody's is.
+        heterogeneity: the largest quotient over the layers of |g| to |G - g| there, over the quotient that is usual for
+            them (the median of the lower 60%, since an explosion may reach many layers): not far above 1 where the
+            token's gradient is spread over the layers as everybody's is.
     """
 
     token: int
@@ -188,5 +189,5 @@ def _verified(step: Step, replay: Replay, token: int, gradient: Gradient) -> Ver
 
 def _heterogeneity(own: LayerNorms, rest: LayerNorms) -> float:
     quotients = np.array([own[layer][ALL] / rest[layer][ALL] for layer in own if rest[layer][ALL] > 0])
-    usual = float(np.median(quotients)) if len(quotients) >= 3 else 0.0
+    usual = float(np.quantile(quotients, 0.3)) if len(quotients) >= 3 else 0.0
     return float(quotients.max()) / usual if usual > 0 else 1.0

@@ -14,6 +14,7 @@ A setting that is passed to `watch` wins over the environment, which wins over t
     gradloc      SEISMOGRAD_GRADLOC      auto            (or off, or every)
     text         SEISMOGRAD_TEXT         none            (or full)
     save_batches SEISMOGRAD_SAVE_BATCHES 64              (megabytes)
+    controls     SEISMOGRAD_CONTROLS     layerclip=auto,tokenclip=on,tokenclip.method=icepop  (or a mode for all)
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
 from seismograd.collectors.budget import PROBES, Spacing
 from seismograd.collectors.shadow import DTYPES
+from seismograd.controls.policy import Policy
 from seismograd.localiser import TEXT, WHEN
 from seismograd.telemetry.records import ClipSpec
 from seismograd.telemetry.sinks import Sink
@@ -64,6 +67,9 @@ class Config:
         save_batches: megabytes of a spike's micro-batches that may be kept beside its incident, for ``seismograd
             replay``; 0 for none. They hold token ids, so text="none" keeps none either.
 
+        controls: what each control may do, "off", "observe", "auto" or "on", and its settings by a dotted key; one mode
+            for all of them; see `seismograd.controls.policy`. With "observe" training is not changed by a bit.
+
     Raises:
         ConfigError: a value that cannot be.
     """
@@ -79,9 +85,22 @@ class Config:
     gradloc: str = "auto"
     text: str = "full"
     save_batches: float = 0.0
+    controls: Policy = field(default_factory=Policy)
 
     def __post_init__(self) -> None:
-        for check in (_runs, _name, _sinks, _prometheus, _budget, _probes, _shadow, _clip, _choices, _save_batches):
+        for check in (
+            _runs,
+            _name,
+            _sinks,
+            _prometheus,
+            _budget,
+            _probes,
+            _shadow,
+            _clip,
+            _choices,
+            _save_batches,
+            _controls,
+        ):
             check(self)
 
     @classmethod
@@ -126,6 +145,7 @@ class Config:
             "gradloc": self.gradloc,
             "text": self.text,
             "save_batches": self.save_batches,
+            "controls": self.controls.as_json(),
         }
 
 
@@ -215,6 +235,18 @@ def _save_batches(c: Config) -> None:
         raise _refuse("save_batches", c.save_batches, 'saved micro-batches hold token ids: set text="full", or 0 here')
 
 
+def _controls(c: Config) -> None:
+    if not isinstance(c.controls, Policy):
+        raise _refuse("controls", c.controls, "give a mode, or a mapping such as {'layerclip': 'auto'}")
+
+
+def _policy(given: Any) -> Policy:
+    try:
+        return Policy.of(given)
+    except ValueError as e:
+        raise ConfigError(f"seismograd: {e}") from e
+
+
 def _normal(name: str, value: Any) -> Any:
     """The friendlier forms in which `watch` takes a setting."""
     if name == "runs":
@@ -223,6 +255,8 @@ def _normal(name: str, value: Any) -> Any:
         if isinstance(value, (str, Sink)):
             return (value,)
         return tuple(value) if isinstance(value, Sequence) else value
+    if name == "controls":
+        return _policy(value)
     if name == "clip":
         if _is_number(value):
             return _clip_from(value, value)
@@ -262,6 +296,26 @@ def _parse_probes(text: str) -> dict[str, Spacing]:
     return probes
 
 
+def _parse_controls(text: str) -> Policy:
+    if "=" not in text:
+        return _policy(text)
+    given: dict[str, Any] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise ValueError("write control=mode, separated by commas")
+        given[key.strip()] = _value(value.strip())
+    return _policy(given)
+
+
+def _value(text: str) -> Any:
+    """A number or a truth value where it is one."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
 def _parse_clip(text: str) -> tuple[ClipSpec, ...]:
     bounds = [float(part) for part in text.split(",")]
     if len(bounds) > 2:
@@ -281,4 +335,5 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "gradloc": str,
     "text": str,
     "save_batches": float,
+    "controls": _parse_controls,
 }

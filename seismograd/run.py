@@ -18,6 +18,7 @@ from seismograd.collectors.monitor import StepMonitor
 from seismograd.collectors.signals import SignalWorker
 from seismograd.collectors.trainers import Adapter
 from seismograd.collectors.trainers.plain import PlainLoop
+from seismograd.protection import Protection
 from seismograd.telemetry.detector import Detector
 from seismograd.telemetry.faults import Faults, announce, warn
 from seismograd.telemetry.hub import Hub
@@ -40,10 +41,11 @@ class Run:
         detector: Detector,
         monitor: StepMonitor,
         faults: Faults,
+        protection: Protection,
         prometheus_url: str | None,
         mute: bool = False,
     ) -> None:
-        self._faults, self._mute = faults, mute
+        self._faults, self._mute, self._protection = faults, mute, protection
         self.info, self.prometheus_url = info, prometheus_url
         self._hub, self._worker, self._detector, self._monitor = hub, worker, detector, monitor
         self._adapter: Adapter | None = None
@@ -158,12 +160,23 @@ class Run:
         already.
         """
         self._hub.settle(1.0)  # the last steps may still be with the worker
-        return {"version": 1, "step": self._detector.state_dict(), "worker": self._worker.state_dict()}
+        return {
+            "version": 1,
+            "step": self._detector.state_dict(),
+            "worker": self._worker.state_dict(),
+            "controls": self._protection.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up where `state_dict` left off."""
         self._detector.load_state_dict(state["step"])
         self._worker.load_state_dict(state["worker"])
+        if "controls" not in state:  # of a version without them
+            return
+        anew = self._protection.load_state_dict(state["controls"])
+        if anew:
+            named = ", ".join(anew[:8]) + (f" and {len(anew) - 8} more" if len(anew) > 8 else "")
+            self.degraded(f"the saved state knows no norms of these layers, so LayerClip warms up anew there: {named}")
 
     def degraded(self, message: str) -> None:
         """Say loudly that something is not measured, and why."""

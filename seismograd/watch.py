@@ -22,8 +22,10 @@ from seismograd.collectors.signals import SignalWorker
 from seismograd.collectors.trainers import PLAIN_LOOP, Adapter, is_grpo_trainer, unsupported
 from seismograd.collectors.trainers.plain import PlainLoop
 from seismograd.config import Config
+from seismograd.controls.policy import Policy
 from seismograd.gradloc.folder import IncidentFolder
 from seismograd.localiser import GradLoc, decoder
+from seismograd.protection import Protection
 from seismograd.run import Run
 from seismograd.telemetry.detector import Detector
 from seismograd.telemetry.faults import Faults, warn
@@ -55,18 +57,21 @@ def watch(
     gradloc: str | None = None,
     text: str | None = None,
     save_batches: float | None = None,
+    controls: str | Mapping[str, Any] | Policy | None = None,
 ) -> Run:
     """Watch a run from now on.
 
     Call it with a trainer before ``trainer.train()``, or with a model (and its optimizer) in a loop of one's own; see
-    `seismograd.Run` for what such a loop calls. Nothing that it does changes training.
+    `seismograd.Run` for what such a loop calls. Training is as without it, to the bit, until a control that is on acts:
+    by default LayerClip, which switches itself on at a spike of kind B or of unknown kind, and says so. With
+    controls="observe" none ever does.
 
     Args:
         trainer: a ``trl.GRPOTrainer``.
         model: the trained model of a plain loop.
         optimizer: of a plain loop; with it, steps that do not clip are watched as well.
-        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text, save_batches: see
-            `seismograd.Config`, which also names the environment variable that stands for each.
+        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text, save_batches,
+            controls: see `seismograd.Config`, which also names the environment variable that stands for each.
 
     Returns:
         The run. A trainer that is watched already gives its run again, and says so.
@@ -81,7 +86,7 @@ def watch(
     given = {
         "runs": runs, "name": name, "sinks": sinks, "prometheus": prometheus,
         "budget": budget, "probes": probes, "shadow": shadow, "clip": clip, "gradloc": gradloc, "text": text,
-        "save_batches": save_batches,
+        "save_batches": save_batches, "controls": controls,
     }  # fmt: skip
     config = Config.resolve(given)
     alone = _world_size() == 1
@@ -197,10 +202,21 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
     localiser = None
     if config.gradloc != "off":
         localiser = GradLoc(model, config.gradloc, config.text, decode, name, config.save_batches)  # type: ignore[arg-type]
-    monitor = StepMonitor(model, budget, config.shadow, detector, outlet, faults, localiser, partial(_meet, say))  # type: ignore[arg-type]
+    protection = Protection(model, config.controls)
+    monitor = StepMonitor(
+        model,
+        budget,
+        config.shadow,  # type: ignore[arg-type]
+        detector,
+        outlet,
+        faults,
+        localiser,
+        protection,
+        partial(_meet, say),
+    )
     for event in early:
         hub.event(event)
-    return Run(info, hub, worker, detector, monitor, faults, url, mute)
+    return Run(info, hub, worker, detector, monitor, faults, protection, url, mute)
 
 
 def _folder(config: Config, early: list[Event]) -> Path | None:

@@ -287,6 +287,31 @@ CATALOGUE = Catalogue(
             reduce="same",
             cost="triggered",
         ),
+        # -- controls ---------------------------------------------------------------------------------------------
+        MetricSpec(
+            "control_state",
+            "",
+            "State of each control: 0 off, 1 observing, 2 armed, 3 on.",
+            "docs/controls.md",
+            labels=("control",),
+            reduce="rank0",
+        ),
+        MetricSpec(
+            "layerclip_scale",
+            "ratio",
+            "What LayerClip multiplied each layer's gradient by, or would have where it is not on; 1 leaves it alone.",
+            "level / |g| beyond the threshold, docs/controls.md",
+            labels=("layer",),
+            reduce="same",
+        ),
+        MetricSpec(
+            "control_effect_fraction",
+            "ratio",
+            "Share of trained tokens that each control of ratios would change at its default bounds: tis caps, icepop "
+            "leaves out, mis_mean and mis_sum leave out with their sequences.",
+            "docs/controls.md",
+            labels=("control",),
+        ),
         # -- what reached the engine ------------------------------------------------------------------------------
         MetricSpec(
             "deployed_improvement",

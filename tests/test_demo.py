@@ -18,8 +18,8 @@ from rich.console import Console
 from seismograd import CATALOGUE, RunStore, watch
 from seismograd.demo import model
 from seismograd.demo import run as demo_run
+from seismograd.demo.faults import PlantedFault
 from seismograd.demo.options import TINY
-from seismograd.demo.trainer import PlantedFault
 
 STEPS = 20
 
@@ -27,7 +27,7 @@ STEPS = 20
 def trained(tmp_path: Path, name: str, fault: PlantedFault | None) -> tuple[Any, dict[str, dict[int, float]], Any]:
     """The demo's own tiny trainer, with another fault: (planted, the main series, spikes by step and signal)."""
     trainer = demo_run._trainer(Console(quiet=True), TINY, tiny=True, steps=STEPS, seed=0, scratch=str(tmp_path / name))
-    trainer.fault = fault
+    trainer.fault, trainer.layer_fault = fault, None
     with watch(trainer, runs=tmp_path / "runs", name=name, probes={"shadow": 0}):
         trainer.train()
     with RunStore.read(tmp_path / "runs" / name / "run.db") as store:
@@ -117,7 +117,11 @@ def test_tiny_demo_says_what_it_found(tmp_path: Path) -> None:
         "Probes run on every step",
         "FAULT PLANTED",
         "SPIKE grad_norm",
-        "the fault that the demo planted",
+        ": planted by the demo",
+        "what the demo planted",
+        "CONTROL step",
+        "layerclip is on: verdict B",
+        "tokenclip is on: verdict A.1",
         "step  40/40",
         "legitimate",
         "What it cost",

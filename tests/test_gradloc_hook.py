@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from seismograd import Config, Event, RunStore, watch
-from seismograd.demo.trainer import EngineGRPOTrainer, PlantedFault
+from seismograd.demo.faults import PlantedFault
+from seismograd.demo.trainer import EngineGRPOTrainer
 from seismograd.gradloc import Incident
 from tests import tiny
 from tests.test_plain import Loop

@@ -215,7 +215,8 @@ sys.path.insert(0, {top!r})
 import torch
 import torch.distributed as dist
 from seismograd import watch
-from seismograd.demo.trainer import EngineGRPOTrainer, PlantedFault
+from seismograd.demo.faults import PlantedFault
+from seismograd.demo.trainer import EngineGRPOTrainer
 from tests import tiny
 
 rank = int(os.environ["RANK"])

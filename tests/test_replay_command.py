@@ -10,7 +10,8 @@ import torch
 
 from seismograd import watch
 from seismograd.cli import main
-from seismograd.demo.trainer import EngineGRPOTrainer, PlantedFault
+from seismograd.demo.faults import PlantedFault
+from seismograd.demo.trainer import EngineGRPOTrainer
 from seismograd.gradloc import Incident
 from tests import tiny
 

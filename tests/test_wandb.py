@@ -18,7 +18,8 @@ import wandb
 
 import seismograd.telemetry.hub as hub_module
 from seismograd import Reading, Row, RunInfo, RunStore, watch
-from seismograd.demo.trainer import EngineGRPOTrainer, PlantedFault
+from seismograd.demo.faults import PlantedFault
+from seismograd.demo.trainer import EngineGRPOTrainer
 from seismograd.telemetry.catalogue import CATALOGUE
 from seismograd.telemetry.sinks.wandb import AXIS, WandbSink
 from tests import tiny

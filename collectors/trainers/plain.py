@@ -209,6 +209,12 @@ class PlainLoop:
         # A fused optimizer takes the loss scale out itself, in its step.
         self._monitor.before_optimizer(self.parameters, getattr(optimizer, "grad_scale", None))
         with self._monitor.guard("adapter"):
+            if self._monitor.withheld:
+                self._say(
+                    "withheld",
+                    "layers are out of proportion, and LayerClip only looks on: it acts in run.clip_grad_norm_(), "
+                    "which this loop does not call",
+                )
             if not self._clipped and self._unclipped.seen(self._monitor.grad_norm):
                 self._say(
                     "clipped",

@@ -14,6 +14,7 @@ _LOUD = {
     "spike": "bold white on red",
     "incident": "bold red",
     "fault": "bold red",
+    "control": "bold green",
     "degraded": "yellow",
     "gap": "yellow",
     "note": "dim",
@@ -70,6 +71,9 @@ class ConsoleSink:
         elif event.kind == "incident":
             self.seen.incidents.append(event)
             self._out.print(f"INCIDENT {event.message}", style=_LOUD["incident"])
+        elif event.kind == "control":
+            self.seen.changes.append(event)
+            self._out.print(f"CONTROL {event.message}", style=_LOUD["control"])
         elif event.kind in _LOUD:
             self._out.print(f"{event.kind}: {event.message}", style=_LOUD[event.kind])
 

@@ -18,6 +18,7 @@ class Scale:
         group: completions a problem.
         completion: most tokens of a completion.
         rate: learning rate of AdamW.
+        layer: before which a residual stream is cancelled out.
     """
 
     steps: int
@@ -25,10 +26,11 @@ class Scale:
     group: int
     completion: int
     rate: float
+    layer: int
 
 
-REAL = Scale(steps=24, batch=8, group=8, completion=24, rate=1e-5)
-TINY = Scale(steps=40, batch=8, group=4, completion=16, rate=1e-4)
+REAL = Scale(steps=24, batch=8, group=8, completion=24, rate=1e-5, layer=6)
+TINY = Scale(steps=40, batch=8, group=4, completion=16, rate=1e-4, layer=2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

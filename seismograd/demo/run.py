@@ -1,4 +1,4 @@
-"""`seismograd demo`: GRPO on a real language model, watched, with one planted fault."""
+"""`seismograd demo`: GRPO on a real language model, watched, with two planted faults."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from seismograd.demo.options import PORT, REAL, TINY, Scale
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from seismograd.demo.faults import Planted, PlantedLayer
     from seismograd.demo.seen import Seen
-    from seismograd.demo.trainer import EngineGRPOTrainer, Planted
+    from seismograd.demo.trainer import EngineGRPOTrainer
 
 EPSILON = 0.06
 """Width of the PPO clip. Published runs of large models clip at 0.2, beside a precision gap beta whose standard
@@ -27,7 +28,10 @@ ROUND = 4
 """Steps on one round of rollouts, which are so 0 to 3 steps stale, as those of an engine beside the trainer are."""
 
 WARMUP = 12
-"""Steps with a gradient before the fault: the detector learns from 10 what is usual."""
+"""Steps with a gradient before the faults: the detector learns from 10 what is usual."""
+
+LEARNT = 10
+"""Steps with a gradient from which LayerClip learns what is usual; 16 by default, in runs that are longer than this."""
 
 _NEEDED = ("rich", "transformers", "trl", "datasets", "gguf", "reasoning_gym")
 
@@ -47,10 +51,10 @@ def demo(
     seed: int = 0,
     hold: float = 0.0,
 ) -> int:
-    """Train, watch, plant one fault, say what was found. The arguments are those of the command.
+    """Train, watch, plant two faults, say what was found. The arguments are those of the command.
 
     Returns:
-        0; 1 where something is missing or the planted fault was not found.
+        0; 1 where something is missing or a planted fault was not found and answered.
     """
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         print(f"the demo needs {', '.join(missing)}, not installed here: pip install 'seismograd[demo]'")
@@ -63,7 +67,7 @@ def demo(
     scale = TINY if tiny else REAL
     steps = scale.steps if steps is None else steps
     out = progress.console()
-    out.print("seismograd demo: GRPO, FP32 training against BF16 rollout log-probabilities, one planted fault")
+    out.print("seismograd demo: GRPO, FP32 training against BF16 rollout log-probabilities, two planted faults")
     with tempfile.TemporaryDirectory(prefix="seismograd-demo-") as scratch:
         try:
             trainer = _trainer(out, scale, tiny=tiny, steps=steps, seed=seed, scratch=scratch)
@@ -73,7 +77,13 @@ def demo(
         sink = console.ConsoleSink(out, steps)
         name = f"demo-{'tiny' if tiny else 'smollm2'}-{time.strftime('%Y%m%d-%H%M%S')}"
         with watch(
-            trainer, runs=runs, name=name, prometheus=port, probes={"shadow": 1, "deployed": 1}, sinks=["auto", sink]
+            trainer,
+            runs=runs,
+            name=name,
+            prometheus=port,
+            probes={"shadow": 1, "deployed": 1},
+            sinks=["auto", sink],
+            controls={"layerclip.warmup": LEARNT, "tokenclip": "auto"},
         ) as run:
             out.print("Probes run on every step, to show all signals; by default they keep to 1% of the step time.")
             if run.prometheus_url is not None:
@@ -84,8 +94,8 @@ def demo(
             if hold > 0 and run.prometheus_url is not None:
                 out.print(f"Metrics stay up for {hold:g} s more")
                 time.sleep(hold)
-    summary.print_summary(out, sink.seen, trainer.planted, steps, seconds, run.store_path, run.prometheus_url)
-    return 0 if _found(trainer.planted, sink.seen) else 1
+    summary.print_summary(out, sink.seen, trainer.faults, steps, seconds, run.store_path, run.prometheus_url)
+    return 0 if all(_found(fault, sink.seen) for fault in trainer.faults) else 1
 
 
 def _trainer(out: Console, scale: Scale, *, tiny: bool, steps: int, seed: int, scratch: str) -> EngineGRPOTrainer:
@@ -95,7 +105,8 @@ def _trainer(out: Console, scale: Scale, *, tiny: bool, steps: int, seed: int, s
 
     from seismograd.demo import model, problems
     from seismograd.demo import tiny as small
-    from seismograd.demo.trainer import EngineGRPOTrainer, PlantedFault
+    from seismograd.demo.faults import LayerFault, PlantedFault
+    from seismograd.demo.trainer import EngineGRPOTrainer
 
     policy: Any
     if tiny:
@@ -138,20 +149,21 @@ def _trainer(out: Console, scale: Scale, *, tiny: bool, steps: int, seed: int, s
         args=config,
         train_dataset=problems.problems(rounds * ROUND * scale.batch // scale.group, seed, chat=not tiny),
         fault=PlantedFault(step=late, after=WARMUP) if late > WARMUP else None,
+        layer_fault=LayerFault(step=late - 3, layer=scale.layer, after=WARMUP) if late > WARMUP else None,
         on_planted=lambda planted: out.print(f"FAULT PLANTED  {planted.sentence()}", style="bold magenta"),
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
-def _found(planted: Planted | None, seen: Seen) -> bool:
-    """Whether the planted fault spiked and the first culprit of its incident is the corrupted token."""
-    if planted is None:
-        return True
-    spiked = any(e.step == planted.step and e.data.get("signal") == "grad_norm" for e in seen.spikes)
+def _found(planted: Planted | PlantedLayer, seen: Seen) -> bool:
+    """Whether a planted fault spiked, the first culprit of its incident is guilty, and a control was switched on."""
     from seismograd.demo.summary import names
 
-    return spiked and any(names(e, planted, e.data["culprits"][0]) for e in seen.incidents if e.data["culprits"])
+    spiked = any(e.step == planted.step and e.data.get("signal") == "grad_norm" for e in seen.spikes)
+    named = any(names(e, planted, e.data["culprits"][0]) for e in seen.incidents if e.data["culprits"])
+    answered = any(e.step == planted.step and e.data["after"] == "on" for e in seen.changes)
+    return spiked and named and answered
 
 
 def _quieten() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from seismograd.telemetry.records import Event, Row
 
@@ -20,7 +20,7 @@ def cell(name: str) -> tuple[str, ...]:
 
 
 class Seen:
-    """The readings by series, as they came, the spikes and the incidents.
+    """The readings by series, as they came, the spikes, the incidents and the controls' changes of state.
 
     A series is the metric's name and its label values, see `seismograd.telemetry.records.Reading.series`.
     """
@@ -28,6 +28,7 @@ class Seen:
     def __init__(self) -> None:
         self.spikes: list[Event] = []
         self.incidents: list[Event] = []
+        self.changes: list[Event] = []
         self._values: dict[tuple[str, ...], dict[int, float]] = {}
 
     def add(self, row: Row) -> None:
@@ -41,16 +42,16 @@ class Seen:
         return next(reversed(values.values())) if values else None
 
     def over_run(
-        self, *series: str, by: Callable[[Sequence[float]], float] = statistics.median, but: int | None = None
+        self, *series: str, by: Callable[[Sequence[float]], float] = statistics.median, but: Collection[int] = ()
     ) -> float | None:
         """One value for the whole run.
 
         Args:
             series: see above.
             by: how the steps' values become one.
-            but: a step that is left out.
+            but: steps that are left out.
         """
-        values = [value for step, value in self._values.get(series, {}).items() if step != but]
+        values = [value for step, value in self._values.get(series, {}).items() if step not in but]
         return by(values) if values else None
 
     def last_by_label(self, name: str) -> dict[str, float]:

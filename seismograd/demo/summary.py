@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from seismograd.demo.console import number, percent
+from seismograd.demo.faults import Planted, PlantedLayer
 from seismograd.demo.seen import CELLS, GRAD_NORM, Seen, cell
-from seismograd.demo.trainer import Planted
 from seismograd.telemetry.incidents import VERDICTS
 from seismograd.telemetry.records import Event
 from seismograd.telemetry.rules import RULES
@@ -22,27 +22,33 @@ _ADVICE = {rule.signal: rule.advice for rule in RULES}
 
 
 def print_summary(
-    out: Console, seen: Seen, planted: Planted | None, steps: int, seconds: float, store: Path | None, url: str | None
+    out: Console,
+    seen: Seen,
+    faults: Sequence[Planted | PlantedLayer],
+    steps: int,
+    seconds: float,
+    store: Path | None,
+    url: str | None,
 ) -> None:
     """Print it.
 
     Args:
         out: where to.
         seen: what the console sink has collected.
-        planted: the fault, where one was planted. Its step is left out of the run's medians and means.
+        faults: those that were planted. Their steps are left out of the run's medians and means.
         steps: optimizer steps done.
         seconds: of training.
         store: the run store's file, None where none was written.
         url: of /metrics, None where it is off.
     """
-    but = planted.step if planted else None
+    but = [fault.step for fault in faults]
     alpha, beta, snr, norm = (
         number(seen.over_run(*s, but=but)) for s in (("alpha_abs_mean",), ("beta_abs_mean",), ("snr",), GRAD_NORM)
     )
     cells = (f"{name} {percent(seen.over_run(*cell(name), by=statistics.fmean, but=but))}" for name in CELLS)
     out.print()
     out.print("Summary", style="bold")
-    out.print(f"  {steps} steps in {seconds:.0f} s" + (" (figures below without the faulty step)" if planted else ""))
+    out.print(f"  {steps} steps in {seconds:.0f} s" + (" (figures below without the faulty ones)" if faults else ""))
     out.print(f"  |alpha| {alpha}  what the policy changed since the rollout, nats, median")
     out.print(f"  |beta|  {beta}  the gap of precision, FP32 training against BF16 rollout, nats, median")
     out.print(f"  SNR     {snr}  |alpha| / |beta|, median")
@@ -50,8 +56,9 @@ def print_summary(
     out.print(f"  tokens  {'  '.join(cells)}  (mean)")
     out.print("          legitimate: clipped by the actual and the clean ratio; phantom: only by the actual one,")
     out.print("          precision noise took the gradient; hidden: only by the clean one; open: by neither")
-    _spikes(out, seen.spikes, planted)
-    _incidents(out, seen.incidents, planted)
+    _spikes(out, seen.spikes, faults)
+    _incidents(out, seen.incidents, faults)
+    _controls(out, seen.changes)
     _cost(out, seen)
     out.print("Where to look", style="bold")
     if url is not None:
@@ -64,28 +71,27 @@ def print_summary(
         out.print(f"  spikes     sqlite3 {store} \"select step, message from events where kind = 'spike'\"")
 
 
-def _spikes(out: Console, spikes: list[Event], planted: Planted | None) -> None:
+def _spikes(out: Console, spikes: list[Event], faults: Sequence[Planted | PlantedLayer]) -> None:
     out.print("Spikes", style="bold")
     if not spikes:
         out.print("  none")
     for step, group in itertools.groupby(sorted(spikes, key=lambda e: e.step), key=lambda e: e.step):
         events = list(group)
-        ours = planted is not None and step == planted.step
-        out.print(f"  step {step}" + (": the fault that the demo planted" if ours else ": not planted, the run's own"))
+        planted = next((fault for fault in faults if fault.step == step), None)
+        out.print(f"  step {step}" + (": not planted, the run's own" if planted is None else ": planted by the demo"))
         for event in events:
             signal = event.data.get("signal", "")
             out.print(f"    {signal}: {event.message.removeprefix(f'step {step}: ')}")
-        if ours and planted is not None:
-            before, after = planted.rollout_logp
-            where = f"token {planted.token!r}, row {planted.row}, position {planted.position}"
-            out.print(f"    why: the rollout log-prob of {where} was changed from {before:.2f} to {after:.2f}")
+        if planted is not None:
+            out.print(f"    why: {planted.why()}")
         signals = [str(event.data.get("signal", "")) for event in events]
         out.print(f"    look at: {_ADVICE.get(signals[0], '')}")
-    if planted is not None and not any(event.step == planted.step for event in spikes):
-        out.print(f"  NOTHING fired on the planted fault of step {planted.step}", style="bold red")
+    for fault in faults:
+        if not any(event.step == fault.step for event in spikes):
+            out.print(f"  NOTHING fired on the planted fault of step {fault.step}", style="bold red")
 
 
-def _incidents(out: Console, incidents: list[Event], planted: Planted | None) -> None:
+def _incidents(out: Console, incidents: list[Event], faults: Sequence[Planted | PlantedLayer]) -> None:
     """What GradLoc found, from the gradients of the same step."""
     out.print("Incidents", style="bold")
     if not incidents:
@@ -95,10 +101,10 @@ def _incidents(out: Console, incidents: list[Event], planted: Planted | None) ->
         out.print(f"  step {event.step}: {data['verdict']}, {VERDICTS[data['verdict']]}")
         for culprit in data["culprits"][:3]:
             text = visible(f"...{culprit['before'] or ''}[{culprit['text']}]{culprit['after'] or ''}...")
-            ours = planted is not None and names(event, planted, culprit)
+            ours = any(names(event, fault, culprit) for fault in faults)
             out.print(
                 f"    row {culprit['row']}, position {culprit['position']}, {culprit['share']:.0%} of |G|"
-                + (": the token that the demo corrupted" if ours else "")
+                + (": what the demo planted" if ours else "")
             )
             out.print(f"      {text}", markup=False)
         for sentence in data["evidence"]:
@@ -108,9 +114,18 @@ def _incidents(out: Console, incidents: list[Event], planted: Planted | None) ->
         out.print(f"    by {data['method']}, in {data['seconds']:.2f} s{sums}")
 
 
-def names(event: Event, planted: Planted, culprit: Mapping[str, Any]) -> bool:
-    """Whether the culprit is the planted token."""
-    return event.step == planted.step and (culprit["row"], culprit["position"]) == (planted.row, planted.position)
+def _controls(out: Console, changes: list[Event]) -> None:
+    """What protected the run, and since when."""
+    out.print("Controls", style="bold")
+    if not changes:
+        out.print("  none was switched on")
+    for event in changes:
+        out.print(f"  {event.message}")
+
+
+def names(event: Event, planted: Planted | PlantedLayer, culprit: Mapping[str, Any]) -> bool:
+    """Whether the culprit is what was planted."""
+    return event.step == planted.step and planted.guilty(culprit["row"], culprit["position"])
 
 
 def _cost(out: Console, seen: Seen) -> None:

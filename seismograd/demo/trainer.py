@@ -1,72 +1,17 @@
-"""TRL's GRPOTrainer with what the demo needs: a BF16 engine's log-probabilities, and one fault planted in them."""
+"""TRL's GRPOTrainer with what the demo needs: a BF16 engine's log-probabilities, and the planted faults."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-
-@dataclass(frozen=True)
-class PlantedFault:
-    """One corrupted rollout log-probability, as a damaged transfer from the engine would leave it.
-
-    Args:
-        step: optimizer step, the first being 1, from which on it is planted: in the first batch with a fitting token.
-        ratio: exp(logp - rollout_logp) of the token afterwards.
-        advantage: "negative": PPO's minimum keeps ratio * advantage, whatever its size, and the gradient explodes.
-            "positive": the minimum takes the clipped side, and the token's gradient is silenced.
-        after: steps with a gradient that must have gone before, so that a detector knows what is usual.
-    """
-
-    step: int
-    ratio: float = 1e4
-    advantage: Literal["negative", "positive"] = "negative"
-    after: int = 12
-
-    def __post_init__(self) -> None:
-        if not self.ratio > 1:
-            raise ValueError(f"fault.ratio must be above 1, got {self.ratio!r}")
-        if self.advantage not in ("negative", "positive"):
-            raise ValueError(f"fault.advantage must be negative or positive, got {self.advantage!r}")
-
-
-@dataclass(frozen=True)
-class Planted:
-    """Where a fault was planted.
-
-    Args:
-        step: optimizer step, the first being 1.
-        row: of the micro-batch.
-        position: column of input_ids (prompt and completion) of the predicted token.
-        token: its text.
-        advantage: of its sequence.
-        logp: of the training forward, nats.
-        rollout_logp: before and after, nats.
-    """
-
-    step: int
-    row: int
-    position: int
-    token: str
-    advantage: float
-    logp: float
-    rollout_logp: tuple[float, float]
-
-    def sentence(self) -> str:
-        """One line for people."""
-        before, after = self.rollout_logp
-        return (
-            f"step {self.step}: planting the fault in row {self.row}, position {self.position}, token {self.token!r} "
-            f"(advantage {self.advantage:+.2f}): its rollout log-prob {before:.2f} becomes {after:.2f}, "
-            f"a ratio of {math.exp(self.logp - after):.3g}"
-        )
+from seismograd.demo.faults import Collapse, LayerFault, Planted, PlantedFault, PlantedLayer
 
 
 class EngineGRPOTrainer(GRPOTrainer):
@@ -77,6 +22,7 @@ class EngineGRPOTrainer(GRPOTrainer):
 
     Args:
         fault: planted once, or None.
+        layer_fault: planted once, or None.
         on_planted: called in the training thread with what was planted.
         args, kwargs: GRPOTrainer's.
     """
@@ -85,14 +31,17 @@ class EngineGRPOTrainer(GRPOTrainer):
         self,
         *args: Any,
         fault: PlantedFault | None = None,
-        on_planted: Callable[[Planted], None] | None = None,
+        layer_fault: LayerFault | None = None,
+        on_planted: Callable[[Planted | PlantedLayer], None] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         if fault is not None and getattr(self.args, "delta", None) is not None:
             raise ValueError("GRPOConfig.delta caps the ratio, so that a planted fault shows nothing: leave it None")
-        self.fault = fault
+        self.fault, self.layer_fault = fault, layer_fault
         self.planted: Planted | None = None
+        self.planted_layer: PlantedLayer | None = None
+        self._collapse: Collapse | None = None
         self._on_planted = on_planted
         self._steps_with_gradient: set[int] = set()
 
@@ -109,21 +58,59 @@ class EngineGRPOTrainer(GRPOTrainer):
         # TRL has shuffled and split the generated batch by now: this is what the step will see.
         batch: dict[str, Any] = super()._prepare_inputs(generation_batch)
         step = int(self.state.global_step) + 1
-        fault = self.fault
-        if fault is not None and self.planted is None and self._policy.training:
-            if step >= fault.step and len(self._steps_with_gradient - {step}) >= fault.after:
-                batch = self._plant(fault, batch, step)
-            if batch["advantages"].any():
-                self._steps_with_gradient.add(step)
+        if self._collapse is not None:
+            self._collapse.remove()
+            self._collapse = None
+        if not self._policy.training:
+            return batch
+        if self.planted_layer is None and self._due(self.layer_fault, step):
+            batch = self._plant_layer(batch, step)
+        elif self.planted is None and self._due(self.fault, step):
+            batch = self._plant(batch, step)
+        if batch["advantages"].any():
+            self._steps_with_gradient.add(step)
         return batch
+
+    def _due(self, fault: PlantedFault | LayerFault | None, step: int) -> bool:
+        return fault is not None and step >= fault.step and len(self._steps_with_gradient - {step}) >= fault.after
 
     @property
     def _policy(self) -> nn.Module:
         assert self.model is not None  # the constructor needs one
         return self.model
 
-    def _plant(self, fault: PlantedFault, batch: dict[str, Any], step: int) -> dict[str, Any]:
+    @property
+    def faults(self) -> tuple[Planted | PlantedLayer, ...]:
+        """Those that have been planted."""
+        return tuple(fault for fault in (self.planted_layer, self.planted) if fault is not None)
+
+    def _plant_layer(self, batch: dict[str, Any], step: int) -> dict[str, Any]:
+        """The batch, the model hooked until the next one. The engine has the same fault, so that ratios stay near 1."""
+        fault = self.layer_fault
+        assert fault is not None
+        weight = (batch["completion_mask"] * batch["advantages"].abs()[:, None]).sum(1)  # (B,)
+        row = int(weight.argmax())
+        if not weight[row] > 0:
+            return batch
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        position = batch["prompt_ids"].shape[1] + int(batch["completion_mask"][row].sum()) // 2
+        before = self._logp(batch)
+        self._collapse = Collapse(self._policy, ids[row], position, fault)
+        moved = self._logp(batch) - before
+        tokenizer: Any = self.processing_class
+        self.planted_layer = PlantedLayer(
+            step=step, row=row, position=position, token=str(tokenizer.decode([int(ids[row, position])])),
+            layer=fault.layer,
+        )  # fmt: skip
+        if self._on_planted is not None:
+            self._on_planted(self.planted_layer)
+        rollout = batch["sampling_per_token_logps"] + moved
+        return {**batch, "old_per_token_logps": rollout, "sampling_per_token_logps": rollout.clone()}
+
+    def _plant(self, batch: dict[str, Any], step: int) -> dict[str, Any]:
         """The batch with the fault in it, or as it is where no token fits. The buffered tensors are left alone."""
+        fault = self.fault
+        assert fault is not None
         sign = -1.0 if fault.advantage == "negative" else 1.0
         fits = batch["completion_mask"].bool() & (sign * batch["advantages"] > 0)[:, None]  # (B, C)
         if not fits.any():
