@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from seismograd.collectors.payload import StepPayload
@@ -23,12 +24,14 @@ def control_readings(payload: StepPayload) -> list[Reading]:
 def what_if_readings(table: TokenTable) -> list[Reading]:
     """The share of trained tokens whose weight each ratio control would change, at its default bounds.
 
-    The ratio is that of the policy to the rollout, as in the loss: of the PPO reference where there is one. It is not
-    known without a rollout engine, whose log-probs are what these controls compare with.
+    The ratio is that of the policy to the engine, as the loss knows it: of the trainer's recompute where the loss has
+    one for its reference, else of the forward. Without an engine's log-probs there is nothing that they compare with.
     """
-    policy = table.logp if table.old_logp is None else table.old_logp
     if not table.engine or table.rollout_logp is None or not table.trained.any():
         return []
+    recomputed = table.old_logp is not None and not np.array_equal(table.old_logp, table.rollout_logp, equal_nan=True)
+    policy = table.old_logp if recomputed else table.logp
+    assert policy is not None
     trained = torch.from_numpy(table.trained)
     log_ratio = torch.where(trained, torch.from_numpy(policy - table.rollout_logp).nan_to_num(nan=0.0), 0.0)
     tokens = {"tis": tis(log_ratio) != log_ratio.exp(), "icepop": icepop(log_ratio) == 0}

@@ -32,6 +32,7 @@ from seismograd.collectors.step import Step, measured_in, merged
 from seismograd.collectors.table import TokenTable
 from seismograd.collectors.transfer import Host, Transfer
 from seismograd.controls.layerclip import LayerScales, apply
+from seismograd.controls.policy import Policy
 from seismograd.controls.switch import Change, State
 from seismograd.telemetry.detector import Detector, Measured
 from seismograd.telemetry.faults import Faults, warn
@@ -74,6 +75,8 @@ class Localiser(Protocol):
 
 class Protector(Protocol):
     """Says what the controls do. Changes nothing itself."""
+
+    policy: Policy
 
     def on(self, control: str) -> bool:
         """Whether it acts."""
@@ -181,6 +184,19 @@ class StepMonitor:
     def grad_norm(self) -> float | None:
         """The global norm of the step in progress, once it has been read."""
         return None if self._step is None or self._step.gradients is None else self._step.gradients.total
+
+    @property
+    def acting(self) -> frozenset[str]:
+        """Controls of the loss that act in the step in progress."""
+        protector = self._protector
+        if protector is None or not self.collecting or not self._faults.working("loss_controls"):
+            return frozenset()
+        return frozenset(name for name in ("tokenclip", "seqclip", "cleanratio") if protector.on(name))
+
+    @property
+    def policy(self) -> Policy:
+        """The controls' settings."""
+        return Policy.of("off") if self._protector is None else self._protector.policy
 
     @property
     def withheld(self) -> bool:

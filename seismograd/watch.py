@@ -40,6 +40,8 @@ from seismograd.telemetry.sinks.wandb import WandbSink
 
 log = logging.getLogger("seismograd")
 
+_OF_THE_LOSS = ("tokenclip", "seqclip", "cleanratio")
+
 
 def watch(
     trainer: Any = None,
@@ -94,6 +96,12 @@ def watch(
         # One rank cannot know that a forward of the user's holds no collectives, so it runs none alone.
         run = _run(model, config if alone else _without_probes(config), None, plain=True)
         _attach(run, PlainLoop(model, optimizer, config.clip, run))
+        by_itself = [c for c in _OF_THE_LOSS if getattr(config.controls, c).mode in ("auto", "on")]
+        if by_itself:
+            run.degraded(
+                f"{', '.join(by_itself)}: a plain loop's loss is its own, so that these are observed only. Call "
+                "seismograd.controls.tis, icepop, mis or clean_old_logp in it"
+            )
         if not alone and _rank() == 0:
             run.degraded(
                 "not measured in a plain loop of several processes: alpha, beta, SNR, clip cells and deployed "

@@ -11,6 +11,7 @@ import pytest
 
 import seismograd.config
 from seismograd import ClipSpec, Config, ConfigError
+from seismograd.controls.policy import Policy
 
 ENVIRONMENT = {
     "SEISMOGRAD_RUNS": "/scratch/runs",
@@ -24,6 +25,7 @@ ENVIRONMENT = {
     "SEISMOGRAD_GRADLOC": "off",
     "SEISMOGRAD_TEXT": "full",
     "SEISMOGRAD_SAVE_BATCHES": "64",
+    "SEISMOGRAD_CONTROLS": "layerclip=on,tokenclip=auto,tokenclip.method=icepop,layerclip.factor=5",
 }
 
 
@@ -42,6 +44,9 @@ def test_every_setting_by_environment() -> None:
         gradloc="off",
         text="full",
         save_batches=64.0,
+        controls=Policy.of(
+            {"layerclip": "on", "tokenclip": "auto", "tokenclip.method": "icepop", "layerclip.factor": 5}
+        ),
     )
     assert config.address == ("0.0.0.0", 9464)
     assert json.loads(json.dumps(config.as_json()))["prometheus"] == "0.0.0.0:9464"

@@ -26,11 +26,12 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from seismograd.collectors.monitor import StepMonitor
-from seismograd.collectors.shadow import DTYPES
+from seismograd.collectors.shadow import DTYPES, shadow_logp
 from seismograd.collectors.trainers import RunState
 from seismograd.collectors.trainers.trl_callback import StepCallback
 from seismograd.collectors.trainers.trl_forward import Forward, others_of
 from seismograd.collectors.trainers.trl_loss import clip_specs, loss_masks
+from seismograd.controls.trl_inputs import ControlledInputs
 from seismograd.telemetry.forward_state import ForwardState
 from seismograd.telemetry.hub import Hub
 from seismograd.telemetry.patching import Patch
@@ -41,7 +42,7 @@ STATE_FILE = "seismograd.json"
 _TOKEN_SIGNALS = "alpha, beta, SNR, clip cells, log-ratios, KL, loss_weight and deployed improvement"
 _PROBE_SIGNALS = "alpha, beta, SNR, clip cells and deployed improvement"
 _RATIO_SIGNALS = "alpha, SNR, log-ratios, KL and clip cells"
-_GRADIENT_SIGNALS = "gradient norms, proportions and the detection of their spikes"
+_GRADIENT_SIGNALS = "gradient norms, proportions and the detection of their spikes, and with them LayerClip"
 
 
 class GRPOAdapter:
@@ -185,30 +186,68 @@ class GRPOAdapter:
         seen: list[Forward] = []
         states: list[ForwardState] = []
         handles = []
+        controlled = self._controlled(inputs)
         with self._monitor.guard("adapter"):
             handles.append(model.register_forward_pre_hook(partial(self._before_forward, states)))
-            handles.append(model.register_forward_hook(partial(self._saw_forward, seen, states), with_kwargs=True))
+            handles.append(
+                model.register_forward_hook(partial(self._saw_forward, seen, states, controlled), with_kwargs=True)
+            )
         try:
-            loss = self._compute_loss(model, inputs, *args, **kwargs)
+            given = inputs if controlled is None else controlled.inputs
+            loss = self._compute_loss(model, given, *args, **kwargs)
         finally:
             for handle in handles:
                 handle.remove()
         with self._monitor.guard("adapter"):
-            self._record(inputs, seen)
+            self._record(inputs, seen, controlled)
         return loss
+
+    def _controlled(self, inputs: Mapping[str, Any]) -> ControlledInputs | None:
+        """The inputs with what the controls of the loss change; None where none acts."""
+        on = self._monitor.acting
+        if not on:
+            return None
+        with self._monitor.guard("loss_controls"):
+            trainer = self._trainer
+            corrected = getattr(trainer, "use_vllm", False) and getattr(
+                trainer, "vllm_importance_sampling_correction", False
+            )
+            controlled = ControlledInputs(inputs, self._monitor.policy, sorted(on), bool(corrected))
+            for name, reason in controlled.idle.items():
+                self._say(name, f"{name} is on and does nothing: {reason}")
+            return controlled
+        return None
 
     def _before_forward(self, states: list[ForwardState], model: nn.Module, _: Any) -> None:
         with self._monitor.guard("adapter"):
             states.append(ForwardState.take(self._trainer.accelerator.device))
 
     def _saw_forward(
-        self, seen: list[Forward], states: list[ForwardState], _: nn.Module, args: Any, kwargs: Any, output: Any
+        self,
+        seen: list[Forward],
+        states: list[ForwardState],
+        controlled: ControlledInputs | None,
+        _: nn.Module,
+        args: Any,
+        kwargs: Any,
+        output: Any,
     ) -> None:
+        log_probs = getattr(output, "log_probs", None)
+        if not (isinstance(log_probs, Tensor) and log_probs.requires_grad):
+            return
+        start = sum(len(forward.log_probs) for forward in seen)
         with self._monitor.guard("adapter"):
-            log_probs = getattr(output, "log_probs", None)
-            if isinstance(log_probs, Tensor) and log_probs.requires_grad:
-                state = states[-1] if states else None
-                seen.append(Forward(args, dict(kwargs), state, log_probs, others_of(output)))
+            forward = Forward(args, dict(kwargs), states[-1] if states else None, log_probs, others_of(output))
+            seen.append(forward)
+        if controlled is not None:
+            with self._monitor.guard("loss_controls"):
+                model = self._trainer.model
+                replay = forward.replays(model)["replay"]
+                controlled.forward_ran(
+                    slice(start, start + len(log_probs)),
+                    log_probs,
+                    lambda: shadow_logp(model, replay, self._monitor.shadow),
+                )
 
     def _watched_clip(self, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -223,13 +262,17 @@ class GRPOAdapter:
 
     # -- one micro-batch ------------------------------------------------------------------------------------------
 
-    def _record(self, inputs: Mapping[str, Any], seen: Sequence[Forward]) -> None:
+    def _record(self, inputs: Mapping[str, Any], seen: Sequence[Forward], controlled: ControlledInputs | None) -> None:
         """Token batches of the forwards that one compute_loss made: one, or several chunks of its rows in order."""
+        if controlled is not None:  # the ratio that is clipped is the one that the control has changed
+            inputs = {**controlled.inputs, "advantages": inputs["advantages"]}
         start = 0
         for forward in seen:
             rows = slice(start, start + forward.log_probs.shape[0])
             start = rows.stop
-            position = self._monitor.add(self._batch(inputs, forward, rows))
+            position = self._monitor.add(
+                self._batch(inputs, forward, rows, {} if controlled is None else controlled.left_out)
+            )
             self._seen_tokens = True
             if position is not None:
                 forward.log_probs.register_hook(  # type: ignore[no-untyped-call]
@@ -251,7 +294,9 @@ class GRPOAdapter:
                 self._monitor.caught_other(position, name, weight)
 
     @torch.no_grad()
-    def _batch(self, inputs: Mapping[str, Any], forward: Forward, rows: slice) -> TokenBatch:
+    def _batch(
+        self, inputs: Mapping[str, Any], forward: Forward, rows: slice, controlled: Mapping[str, Tensor]
+    ) -> TokenBatch:
         logp = forward.log_probs.detach()
         completion = inputs["completion_mask"][rows]
         width, length = completion.shape[1], logp.shape[1]
@@ -277,6 +322,7 @@ class GRPOAdapter:
                 _RATIO_SIGNALS, "an on-policy trainer without a rollout engine keeps no log-probs to compare with"
             )
         mask = F.pad(trained, (length - width, 0))
+        left_out |= {name: F.pad(flags[rows], (length - width, 0)) for name, flags in controlled.items()}
         left_out |= loss_masks(self._trainer, mask, logp, old, sampling, advantage, forward.others.get("entropy"))
         return TokenBatch(
             step=self._trainer.state.global_step + 1,
@@ -314,9 +360,12 @@ class GRPOAdapter:
 
     def _lost(self, signals: str, reason: str) -> None:
         """Say once, loudly, what is not measured in this run and why."""
-        if signals not in self._said:
-            self._said.add(signals)
-            self._state.degraded(f"not measured in this run: {signals}; {reason}. Training is not affected.")
+        self._say(signals, f"not measured in this run: {signals}; {reason}")
+
+    def _say(self, what: str, message: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self._state.degraded(f"{message}. Training is not affected.")
 
 
 def _clips_itself(accelerator: Any) -> str | None:

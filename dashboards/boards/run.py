@@ -99,4 +99,5 @@ def _rows() -> Iterator[tuple[str, list[Panel]]]:
     yield "The loss's weight on each token", run_tokens.weight()
     yield "Gradients before clipping", run_gradients.gradients()
     yield "Detection and effect", run_gradients.detection()
+    yield "Controls", run_gradients.controls()
     yield "seismograd itself", run_gradients.own()

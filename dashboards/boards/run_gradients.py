@@ -135,6 +135,32 @@ def detection() -> list[Panel]:
     ]
 
 
+def controls() -> list[Panel]:
+    return [
+        lines(
+            "State of the controls",
+            Query(largest(series("control_state")), "{{control}}"),
+            width=8,
+            low=0,
+            high=3,
+            steps=True,
+        ),
+        lines(
+            "LayerClip's scales",
+            Query(f"min by (layer) ({series('layerclip_scale')})", "{{layer}}"),
+            width=8,
+            low=0,
+            high=1,
+        ),
+        lines(
+            "Tokens that the ratio controls would change",
+            Query(series("control_effect_fraction"), "{{control}}"),
+            width=8,
+            low=0,
+        ),
+    ]
+
+
 def trainer() -> Panel:
     panel = lines(
         "$trainer_metric",

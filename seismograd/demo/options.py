@@ -19,6 +19,7 @@ class Scale:
         completion: most tokens of a completion.
         rate: learning rate of AdamW.
         layer: before which a residual stream is cancelled out.
+        left: what is left of it.
     """
 
     steps: int
@@ -27,10 +28,11 @@ class Scale:
     completion: int
     rate: float
     layer: int
+    left: float
 
 
-REAL = Scale(steps=24, batch=8, group=8, completion=24, rate=1e-5, layer=6)
-TINY = Scale(steps=40, batch=8, group=4, completion=16, rate=1e-4, layer=2)
+REAL = Scale(steps=24, batch=8, group=8, completion=24, rate=1e-5, layer=6, left=1e-2)
+TINY = Scale(steps=40, batch=8, group=4, completion=16, rate=1e-4, layer=2, left=1e-3)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

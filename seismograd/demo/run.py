@@ -149,7 +149,7 @@ def _trainer(out: Console, scale: Scale, *, tiny: bool, steps: int, seed: int, s
         args=config,
         train_dataset=problems.problems(rounds * ROUND * scale.batch // scale.group, seed, chat=not tiny),
         fault=PlantedFault(step=late, after=WARMUP) if late > WARMUP else None,
-        layer_fault=LayerFault(step=late - 3, layer=scale.layer, after=WARMUP) if late > WARMUP else None,
+        layer_fault=LayerFault(late - 3, scale.layer, scale.left, WARMUP) if late > WARMUP else None,
         on_planted=lambda planted: out.print(f"FAULT PLANTED  {planted.sentence()}", style="bold magenta"),
     )
     trainer.remove_callback(PrinterCallback)
