@@ -187,18 +187,20 @@ class LayerClip:
             do.
         """
         known = list(state["units"])
-        here = list(self._column) or self._all_units()
+        here = tuple(self._column) or self.units
         if state["reference"] != self.reference:
-            return tuple(here)
+            return here
         kept = [unit for unit in known if unit in here]
         self._usual.load_state_dict(state["usual"], [known.index(unit) for unit in kept])
         self._column = {unit: i for i, unit in enumerate(kept)}
         self._named = None
         return tuple(unit for unit in here if unit not in known)
 
-    def _all_units(self) -> list[str]:
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The layers (or module groups) of the model that are trained."""
         grouping = self._map.grouping([p for p in self._model.parameters() if p.requires_grad])
-        return list(_units(grouping, self._groups).names)
+        return _units(grouping, self._groups).names
 
     def _units(self, grouping: Grouping) -> _Units:
         if self._named is None or self._named[0] is not grouping:

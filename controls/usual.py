@@ -25,7 +25,7 @@ import numpy as np
 from seismograd.telemetry.baselines import Envelope, Robust, RobustState, Values
 
 _REFRESH = 8  # steps between two looks at the medians, which move slowly
-_FEWEST = 3  # layers that a proportion can be taken over
+FEWEST = 3  # layers that a proportion can be taken over
 
 
 class Reference(Protocol):
@@ -75,7 +75,7 @@ class Peers:
     def judge(self, norms: Values) -> tuple[Values, Values]:
         usable = np.isfinite(norms) & (norms > 0) & np.isfinite(self._median)
         unknown = np.full_like(norms, np.nan)
-        if usable.sum() < _FEWEST:
+        if usable.sum() < FEWEST:
             return unknown, unknown
         # The median of what is left when the upper part is gone is a lower quantile of all.
         left = np.log(norms[usable]) - self._median[usable]
@@ -85,7 +85,7 @@ class Peers:
 
     def learn(self, norms: Values) -> None:
         usable = np.isfinite(norms) & (norms > 0)
-        if usable.sum() < _FEWEST:
+        if usable.sum() < FEWEST:
             return
         logs = np.log(norms, out=np.full_like(norms, np.nan), where=usable)
         rho = logs - np.median(logs[usable])

@@ -11,6 +11,7 @@ from torch import nn
 from seismograd.controls.layerclip import LayerClip, LayerScales
 from seismograd.controls.policy import CONTROLS, Policy
 from seismograd.controls.switch import Change, State, Switch
+from seismograd.controls.usual import FEWEST
 from seismograd.telemetry.baselines import Values
 from seismograd.telemetry.incidents import Explained, Incident
 from seismograd.telemetry.layers import Grouping
@@ -57,6 +58,16 @@ class Protection:
     def states(self) -> Mapping[str, State]:
         """By control."""
         return {name: switch.state for name, switch in self._switches.items()}
+
+    def lacks(self) -> str | None:
+        """Why LayerClip will never act on this model, where that is so."""
+        few = len(self._layerclip.units) < FEWEST and self._layerclip.reference == "peers"
+        if not few or self.policy.layerclip.mode in ("off", "observe"):
+            return None
+        return (
+            f"LayerClip compares layers with each other, and this model trains {len(self._layerclip.units)}: it clips "
+            "none. Set controls={'layerclip.reference': 'history'} to compare each with its own past"
+        )
 
     def on(self, control: str) -> bool:
         """Whether it acts."""

@@ -85,6 +85,11 @@ class Run:
         """The gradient spikes of the step in progress, known once it has been clipped."""
         return self._monitor.spikes
 
+    @property
+    def controls(self) -> dict[str, str]:
+        """The state of each control: off, observing, armed or on."""
+        return {name: state.name.lower() for name, state in self._protection.states.items()}
+
     # -- the plain loop -------------------------------------------------------------------------------------------
 
     def step(self, number: int | None = None) -> AbstractContextManager[None]:

@@ -224,6 +224,8 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
     )
     for event in early:
         hub.event(event)
+    if lacking := protection.lacks():
+        say(lacking)
     return Run(info, hub, worker, detector, monitor, faults, protection, url, mute)
 
 

@@ -295,6 +295,19 @@ def test_a_fault_in_it_costs_nothing_but_it(tmp_path: Path, monkeypatch: pytest.
     assert "layerclip is switched off" in events(folder, "fault")[-1].message
 
 
+def test_a_model_of_too_few_layers_is_told_at_watch_time(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    with watch(model=model, runs=tmp_path, name="run") as run:
+        assert run.controls["layerclip"] == "armed"
+    (said,) = events(tmp_path / "run", "degraded")
+    assert "trains 1: it clips none" in said.message
+    for quiet in ("observe", {"layerclip.reference": "history"}):
+        with watch(model=model, runs=tmp_path, name="quiet", controls=quiet) as run:
+            pass
+        assert run.folder is not None
+        assert events(run.folder, "degraded") == []
+
+
 def test_a_loop_that_clips_by_itself_is_only_observed_and_says_so(tmp_path: Path) -> None:
     class Own(Shaking):
         def step(self, *args: Any, **kwargs: Any) -> None:
