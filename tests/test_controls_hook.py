@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import DistributedType
 from torch import nn
 
 from seismograd import Event, RunStore, watch
@@ -179,6 +180,15 @@ def test_a_corrupt_ratio_is_no_business_of_layerclip(tmp_path: Path) -> None:
     assert [(e.step, e.data["control"], e.data["reason"]) for e in found] == [
         (made.planted.step, "tokenclip", "verdict A.1")
     ]
+
+
+def test_where_another_clips_it_says_so_at_watch_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(tmp_path)
+    monkeypatch.setattr(type(made.accelerator), "distributed_type", DistributedType.DEEPSPEED)
+    with watch(made, runs=tmp_path / "runs", name="run"):
+        pass
+    said = [e.message for e in events(tmp_path / "runs" / "run", "degraded")]
+    assert any("LayerClip" in message and "DEEPSPEED reduces and clips gradients itself" in message for message in said)
 
 
 # -- the plain loop -----------------------------------------------------------------------------------------------

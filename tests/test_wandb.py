@@ -23,6 +23,7 @@ from seismograd.demo.trainer import EngineGRPOTrainer
 from seismograd.telemetry.catalogue import CATALOGUE
 from seismograd.telemetry.sinks.wandb import AXIS, WandbSink
 from tests import tiny
+from tests.test_controls_hook import Shaking
 from tests.test_plain import Loop, events, watched
 from tests.test_trl import EVERY_STEP, same, trained
 
@@ -197,6 +198,19 @@ def test_spike_alerts_once_and_its_repeats_do_not(offline: Path) -> None:
     assert alert["text"].startswith("step 21: The global gradient norm jumped.")
     (warning,) = [alert for alert in alerts if alert["title"] == "seismograd: log_ratio"]
     assert warning["level"] == "WARN"
+
+
+def test_a_control_that_changes_its_state_alerts(offline: Path) -> None:
+    wandb.init(project="p")
+    loop = Shaking(at=18)
+    loop.run = watch(model=loop.model, optimizer=loop.optimizer, runs=offline, name="run")
+    with loop.run:
+        loop.train(20)
+    wandb.finish()
+    (alert,) = [r["alert"] for r in recorded(offline) if r["type"] == "alert" and "layerclip" in r["alert"]["title"]]
+    (change,) = events(offline, "control")
+    assert (alert["title"], alert["text"], alert["level"]) == ("seismograd: layerclip is on", change.message, "WARN")
+    assert change.step == 18
 
 
 # -- a run of our own -------------------------------------------------------------------------------------------------
