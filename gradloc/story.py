@@ -85,8 +85,11 @@ def parts(incident: Incident) -> Pairs:
 
 
 def controls(incident: Incident) -> list[tuple[str, Pairs]]:
-    """What each control would have done."""
-    return [(name, _flat(done)) for name, done in incident.controls.items()]
+    """What each control did, or would have done."""
+    return [
+        (name, [(key.replace("_", " "), value) for key, value in _flat(done)])
+        for name, done in incident.controls.items()
+    ]
 
 
 def attempts(incident: Incident) -> list[tuple[str, str, str, str, str]]:

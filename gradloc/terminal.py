@@ -45,7 +45,7 @@ def _lines(incident: Incident, width: int) -> Iterator[str]:
     yield from _sequences(incident, width)
     yield from _layers(incident, width)
     told = [(name, ", ".join(f"{k} {v}" for k, v in done) or "not known") for name, done in story.controls(incident)]
-    yield from _pairs("what the controls would have done", told, width)
+    yield from _pairs("controls: what they did, or would have done", told, width)
     yield from _pairs("parts of the gradient norm", story.parts(incident), width)
     yield from _pairs("methods that were tried", [(a[0], _attempt(*a[1:])) for a in story.attempts(incident)], width)
     yield from _listed("what could not be done, and why", incident.notes, width)

@@ -161,6 +161,6 @@ def _out_of_proportion(scales: LayerScales | None) -> str:
     if scales is None or not scales.clipped:
         return "though no layer is beyond its threshold (or it still warms up)"
     worst = sorted(zip(scales.scales, scales.units, strict=True))[: len(scales.clipped)]
-    named = ", ".join(f"{unit} {1 / scale:.3g} times" for scale, unit in worst[:_FIRST])
+    named = ", ".join(f"{unit} (x{1 / scale:.3g})" for scale, unit in worst[:_FIRST])
     more = f" and {len(worst) - _FIRST} more" if len(worst) > _FIRST else ""
     return f"layers beyond what is usual: {named}{more}"
