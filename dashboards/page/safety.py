@@ -158,7 +158,8 @@ class Guard:
         if any(key == "token" and self._right(value) for key, value in query):
             rest = urlencode([pair for pair in query if pair[0] != "token"])
             # One slash: two would lead to another host.
-            path = "/" + scope["path"].lstrip("/\\")
+            raw = scope["raw_path"].decode("latin-1")
+            path = "/" + raw.lstrip("/\\")
             response = RedirectResponse(path + (f"?{rest}" if rest else ""), 303)
             response.set_cookie(COOKIE, str(self._access.token), httponly=True, samesite="strict")
             return response

@@ -97,10 +97,11 @@ export class Chart {
     fill(this.plot);
     const soft = colour("soft");
     const axis = { stroke: soft, grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif" };
-    const show = this.spec.percent ? percent : (v) => number(v, 3);
+    const show = this.#shown(3);
     this.u = new uPlot({
       width: Math.max(this.plot.clientWidth, 120), height: HEIGHT,
       legend: { show: false },
+      padding: [12, 22, 0, 0],
       cursor: {
         sync: { key: this.sync, setSeries: false },
         drag: { x: true, y: false, setScale: false },
@@ -109,23 +110,33 @@ export class Chart {
       },
       scales: { x: { time: false, range: () => this.view.range }, y: this.#yScale() },
       axes: [
-        { ...axis, label: this.spec.xLabel ?? "step", labelSize: 18, size: 30, values: (_, splits) => splits.map((v) => (this.spec.xFormat ?? this.#step)(v)) },
+        { ...axis, label: this.spec.xLabel ?? "step", labelSize: 16, size: 26, incrs: this.spec.xSteps, values: (_, splits) => splits.map((v) => (this.spec.xFormat ?? this.#step)(v)) },
         { ...axis, label: this.#unit(), labelSize: 20, size: (_, values) => 14 + 7 * Math.max(3, ...(values ?? []).map((v) => (v ?? "").length)), values: (_, splits) => splits.map((v) => (v === null ? null : show(v))) },
       ],
       series: [{}, ...this.lines.map((line, i) => this.#series(line, i))],
-      bands: this.spec.bands ?? [],
+      bands: this.#bands(),
       hooks: {
         setSelect: [(u) => this.#selected(u)],
         setCursor: [(u) => this.#values(u.cursor.idx)],
-        drawAxes: [(u) => this.#reference(u)],
-        draw: [(u) => this.#drawMarks(u)],
+        draw: [(u) => this.#reference(u), (u) => this.#drawMarks(u)],
       },
     }, this.#data(), this.plot);
     this.#legend();
   }
 
+  /** Between what was usual and the threshold. */
+  #bands() {
+    const quiet = this.lines.flatMap((line, i) => (line.quiet ? [i + 1] : []));
+    return quiet.length === 2 ? [{ series: quiet, fill: colour("band") }] : [];
+  }
+
   #step(v) {
     return Number.isInteger(v) ? String(v) : "";
+  }
+
+  #shown(digits) {
+    if (this.spec.words) return (v) => this.spec.words[v] ?? "";
+    return this.spec.percent ? percent : (v) => number(v, digits);
   }
 
   #unit() {
@@ -143,6 +154,8 @@ export class Chart {
     const stroke = colour(line.colour ?? PALETTE[i % PALETTE.length]);
     return {
       label: line.label, stroke, width: line.quiet ? 1 : 1.6, dash: line.dash ?? (line.quiet ? DASHES[1] : DASHES[0]),
+      alpha: line.alpha ?? 1,
+      paths: this.spec.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
       fill: line.fill ? colour(line.fill) : undefined, spanGaps: true, show: !this.hidden.has(line.label),
       points: { show: !line.quiet && !this.spec.stacked && line.max.filter((v) => v !== null).length < 60, size: 4, fill: stroke },
     };
@@ -174,7 +187,7 @@ export class Chart {
   #values(index) {
     if (!this.figures) return;
     const at = index === null || index === undefined ? null : this.width > 1 ? Math.floor(index / 2) : index;
-    const show = this.spec.percent ? percent : number;
+    const show = this.#shown(4);
     this.lines.forEach((line, i) => {
       const place = at ?? line.max.findLastIndex((v) => v !== null);
       const shown = line.shown ?? line;
@@ -256,9 +269,14 @@ export class Chart {
     ctx.lineTo(left + width, y);
     ctx.stroke();
     ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-    ctx.textAlign = "left";
+    ctx.textAlign = "right";
     ctx.textBaseline = "bottom";
-    ctx.fillText(reference.label, left + 4 * devicePixelRatio, y - 2 * devicePixelRatio);
+    ctx.lineWidth = 4 * devicePixelRatio;
+    ctx.strokeStyle = colour("paper");
+    ctx.setLineDash([]);
+    const at = [left + width - 2 * devicePixelRatio, y - 2 * devicePixelRatio];
+    ctx.strokeText(reference.label, ...at);
+    ctx.fillText(reference.label, ...at);
     ctx.restore();
   }
 
@@ -267,6 +285,7 @@ export class Chart {
     const { left, top, width, height } = u.bbox;
     const one = devicePixelRatio;
     ctx.save();
+    ctx.setLineDash([]);
     for (const { step, kind } of this.marks) {
       const x = u.valToPos(step, "x", true);
       if (x < left - 1 || x > left + width + 1) continue;

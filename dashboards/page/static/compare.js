@@ -23,6 +23,9 @@ const METRICS = [
   { id: "step-seconds", title: "Step time", key: ["step_seconds"], unit: "seconds" },
 ];
 
+// Seconds between marks of the axis.
+const ROUND = [1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800, 2592000];
+
 export async function showCompare(main) {
   const names = [remembered("a"), remembered("b")];
   if (names.some((name) => name === null)) throw new Error("Choose two runs in the list, then compare them.");
@@ -70,7 +73,7 @@ class Compare {
     const xs = this.frames.map((frame, i) => (this.by === "step" ? frame.step : frame.time.map((t) => t - this.started[i])));
     const all = xs.flat();
     this.view.extent = all.length ? [all.reduce((a, b) => Math.min(a, b)), all.reduce((a, b) => Math.max(a, b))] : [0, 1];
-    const time = this.by === "time" ? { xLabel: "time since the start", xFormat: (v) => duration(v) } : {};
+    const time = this.by === "time" ? { xLabel: "time since the start", xFormat: (v) => duration(v), xSteps: ROUND } : {};
     fill(this.holder, this.metrics.map((metric) => {
       const chart = new Chart({ ...metric, ...time }, this.view, "compare");
       const columns = this.frames.map((frame) => frame.columns.get(JSON.stringify(metric.key)));
@@ -79,7 +82,7 @@ class Compare {
       const joined = uPlot.join(tables).map((values) => values.map((v) => v ?? null));
       const width = Math.max(...this.frames.map((frame) => frame.width));
       const lines = this.names.map((name, i) => ({
-        label: name, colour: i ? "c2" : "c1", dash: i ? [6, 3] : undefined, min: joined[1 + 2 * i], max: joined[2 + 2 * i], nonfinite: { count: 0, steps: [] },
+        label: name, colour: i ? "c2" : "c1", alpha: 0.75, dash: i ? [6, 3] : undefined, min: joined[1 + 2 * i], max: joined[2 + 2 * i], nonfinite: { count: 0, steps: [] },
       }));
       chart.show(joined[0], this.by === "step" ? width : width > 1 ? 1.0001 : 0, lines);
       return chart.element;

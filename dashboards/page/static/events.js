@@ -34,7 +34,9 @@ export class EventList {
   }
 
   get marks() {
-    return this.events.filter((event) => MARKED.includes(event.kind) && event.step >= 0).map(({ step, kind }) => ({ step, kind }));
+    const marks = new Map();
+    for (const { step, kind } of this.events) if (MARKED.includes(kind) && step >= 0) marks.set(`${kind} ${step}`, { step, kind });
+    return [...marks.values()];
   }
 
   draw() {
@@ -57,7 +59,7 @@ export class EventList {
     const where = step >= 0
       ? el("button", { type: "button", class: "step", title: "look at this step", onclick: () => this.onStep(step) }, `step ${step}`)
       : el("span", { class: "step" }, "–");
-    const text = message.replace(new RegExp(`^step ${step}: `), "");
+    const text = message.replace(new RegExp(`^step ${step}: `), "").replace(` (${data.path})`, "");
     return el("li", { class: kind }, where, el("span", { class: `sign ${kind}` }, NAMES[kind] ?? visible(kind)),
       el("div", {}, el("p", {}, visible(text)), this.#evidence(kind, data), el("time", { class: "soft", datetime: new Date(1000 * time).toISOString() }, clock(time))));
   }

@@ -136,7 +136,8 @@ export class Heatmap {
     const power = 10 ** Math.floor(Math.log10(Math.max(rough, 1)));
     const by = [1, 2, 5, 10].map((f) => f * power).find((f) => f >= rough) ?? power;
     for (let step = Math.ceil(from / by) * by; step <= to; step += by) {
-      ctx.fillText(String(step), this.#x(step + this.frame.width / 2), height - BOTTOM + 10);
+      const half = ctx.measureText(String(step)).width / 2;
+      ctx.fillText(String(step), Math.min(this.#x(step + this.frame.width / 2), width - half), height - BOTTOM + 10);
     }
     ctx.fillText("step", LEFT + (width - LEFT) / 2, height - 6);
   }

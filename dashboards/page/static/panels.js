@@ -39,7 +39,7 @@ export const SECTIONS = [
       { id: "grad-norm", title: "Gradient norm", takes: [["grad_norm", "all", "all"]], unit: "L2 norm", log: true, baseline: true, help: ["grad_norm"], label: () => "gradient norm" },
       { id: "loss-weight", title: "Largest weight of a token", takes: [["loss_weight", "abs_max"]], unit: "|dL/dlogp|", log: true, help: ["loss_weight"], label: () => "largest |dL/dlogp|" },
       { id: "heterogeneity", title: "Heterogeneity of layers", takes: [["heterogeneity"]], unit: "times its usual", log: true, help: ["heterogeneity", "layer_proportion"], label: () => "largest proportion over its usual" },
-      { id: "controls", title: "State of the controls", takes: [["control_state", null]], unit: "off to on", help: ["control_state"], range: () => [-0.2, 3.3], stacked: true },
+      { id: "controls", title: "State of the controls", takes: [["control_state", null]], unit: "", help: ["control_state"], range: () => [-0.2, 3.3], stacked: true, stepped: true, words: ["off", "observing", "armed", "on"] },
     ],
   },
   {
