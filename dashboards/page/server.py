@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
@@ -58,7 +58,8 @@ class PageServer:
 
     def serve(self) -> None:
         """Serve until Ctrl-C."""
-        with closing(self._socket):
+        # The server raises Ctrl-C again once it has ended.
+        with closing(self._socket), suppress(KeyboardInterrupt):
             self._server.run(sockets=[self._socket])
 
     def __enter__(self) -> PageServer:
