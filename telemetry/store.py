@@ -177,6 +177,16 @@ class RunStore:
         (last,) = self._db.execute("SELECT coalesce(max(id), 0) FROM steps").fetchone()
         return int(last)
 
+    def step_range(self) -> tuple[int, int] | None:
+        """The smallest and the largest step, None where there is no row."""
+        first, last = self._db.execute("SELECT min(step), max(step) FROM steps").fetchone()
+        return None if first is None else (int(first), int(last))
+
+    def known_series(self) -> list[tuple[str, ...]]:
+        """Name and label values of every series, in the order in which they first appeared."""
+        texts = self._db.execute("SELECT value FROM meta WHERE key LIKE 'layout/%' ORDER BY rowid")
+        return list(dict.fromkeys(tuple(series) for (text,) in texts for series in json.loads(text)))
+
     def last_event(self) -> Event | None:
         """The event that was written last."""
         query = "SELECT kind, message, step, time, data FROM events ORDER BY id DESC LIMIT 1"

@@ -105,10 +105,8 @@ def test_values_are_those_of_the_store(page: Page, runs: Path) -> None:
         page.keyboard.press("ArrowDown")
         shown = page.locator("#chart-heatmap .tip")
         expect(shown).to_contain_text("layer 0, step 60")
-        assert (
-            float(shown.get_attribute("data-value") or "nan")
-            == store.series("grad_norm", layer="0", group="mlp")[-1][1]
-        )
+        last = store.series("grad_norm", layer="0", group="mlp")[-1][1]
+        expect(shown).to_have_attribute("data-value", repr(last))
 
 
 def test_a_spike_is_seen_at_100_000_steps(page: Page, runs: Path) -> None:
@@ -468,3 +466,18 @@ def test_png_and_help(page: Page, runs: Path) -> None:
         page.locator("#chart-kl summary").click()
         metrics = {m["name"]: m for m in Client(server).get("/metrics")["metrics"]}
         expect(page.locator("#chart-kl .bubble")).to_contain_text(metrics["kl"]["help"])
+
+
+def test_what_else_the_trainer_logs(page: Page, runs: Path) -> None:
+    writer = Writer(runs, "a").steps(5)
+    names = ["rewards/format/mean", HOSTILE]
+    writer.step(6, extra=tuple(Reading("trainer_metric", 7.5 + i, {"name": name}) for i, name in enumerate(names)))
+    with serve(runs) as server:
+        opened(page, server.run_url("a"))
+        page.get_by_text("2 more").click()
+        page.wait_for_selector("#chart-trainer-1 canvas")
+        titles = page.locator("#others h3").all_inner_texts()
+        assert titles[1] == "rewards/format/mean"
+        assert titles[0].startswith("<img src=x")
+        assert float(value(page, "trainer-1")) == 7.5
+        assert page.evaluate("() => window.hacked") is None

@@ -76,13 +76,13 @@ class _Api:
         return _json({"folder": str(self._runs.path), "single": self._runs.single, "runs": found})
 
     def run(self, request: Request) -> Response:
-        name, columns = self._columns(request)
-        with RunStore.read(columns.path) as store:
-            meta, numbered = store.meta(), store.numbered_events()
-        events = [event for _, event in numbered]
-        sentences = story.story(events, columns)
+        name = request.path_params["run"]
+        # Not from the decoded columns: the headline is there before a long run has been read.
+        with RunStore.read(self._runs.store(name)) as store:
+            row, meta, steps = store.last_row(), store.meta(), store.step_range()
+            numbered, series = store.numbered_events(), store.known_series()
+            sentences = story.story([event for _, event in numbered], store)
         summary = self._runs.summary(name)
-        rows = columns.all_rows()
         return _json(
             {
                 "summary": summary_json(summary),
@@ -90,20 +90,20 @@ class _Api:
                 "findings": [story.sentence_json(sentence) for sentence in sentences],
                 "incidents": self._runs.incidents(name),
                 "config": meta.get("config", {}),
-                "first_step": int(rows.steps[0]) if len(rows.steps) else None,
-                "last_step": int(rows.steps[-1]) if len(rows.steps) else None,
-                "cursor": str(Cursor(columns.last, numbered[-1][0] if numbered else 0)),
-                "series": [queries.named(s) for s in queries.selected(columns, [Selector(m) for m in CATALOGUE])],
+                "first_step": steps and steps[0],
+                "last_step": steps and steps[1],
+                "cursor": str(Cursor(row, numbered[-1][0] if numbered else 0)),
+                "series": [queries.named(s) for s in queries.catalogued(series)],
             }
         )
 
     def series(self, request: Request) -> Response:
-        _, columns = self._columns(request)
+        columns = self._columns(request)
         return _json(queries.series(columns, _selectors(request), _window(request)))
 
     def baseline(self, request: Request) -> Response:
         """The envelope of the global gradient norm on the buckets of /series."""
-        _, columns = self._columns(request)
+        columns = self._columns(request)
         rule = next(rule for rule in RULES if rule.signal == "grad_norm")
         assert isinstance(rule.baseline, Envelope)
         steps, values = columns.values(("grad_norm", "all", "all"))
@@ -160,9 +160,8 @@ class _Api:
         ]
         return _json({"metrics": specs, "rules": rules})
 
-    def _columns(self, request: Request) -> tuple[str, Columns]:
-        name = request.path_params["run"]
-        return name, self._cache.get(self._runs.store(name))
+    def _columns(self, request: Request) -> Columns:
+        return self._cache.get(self._runs.store(request.path_params["run"]))
 
 
 def _selectors(request: Request) -> list[Selector]:

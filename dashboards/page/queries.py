@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,13 @@ def selector(text: str) -> Selector:
 
 def selected(columns: Columns, selectors: Sequence[Selector]) -> list[Series]:
     """The run's series that a selector accepts, in the order of the selectors."""
-    known = [s for s in columns.series if s[0] in CATALOGUE and len(s) == 1 + len(CATALOGUE[s[0]].labels)]
+    known = catalogued(columns.series)
     return list(dict.fromkeys(s for chosen in selectors for s in known if chosen.accepts(s)))
+
+
+def catalogued(known: Iterable[Series]) -> list[Series]:
+    """Those that this version's catalogue describes."""
+    return [s for s in known if s[0] in CATALOGUE and len(s) == 1 + len(CATALOGUE[s[0]].labels)]
 
 
 def series(columns: Columns, selectors: Sequence[Selector], window: Window) -> dict[str, Any]:

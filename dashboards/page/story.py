@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from seismograd.dashboards.page.columns import Columns
 from seismograd.telemetry.baselines import Above, Below
 from seismograd.telemetry.incidents import VERDICTS
 from seismograd.telemetry.records import Event
 from seismograd.telemetry.rules import RULES, Rule
+from seismograd.telemetry.store import RunStore
 from seismograd.telemetry.visible import number, percent, visible
 
-_LATELY = 20
-"""Measured values over which a share of tokens is told."""
+_LATELY, _ROWS = 20, 500
+"""Measured values over which a share of tokens is told, and rows in which they are looked for."""
 
 _GRADIENTS = ("grad_norm", "layer_grad_norm", "loss_weight", "sequence", "log_ratio", "sequence_log_ratio", "kl")
 """Signals that one bad token or layer raises together: told as one finding, by the first of them."""
@@ -50,7 +50,7 @@ class Sentence:
     also: tuple[str, ...] = field(default=())
 
 
-def story(events: Sequence[Event], columns: Columns) -> list[Sentence]:
+def story(events: Sequence[Event], store: RunStore) -> list[Sentence]:
     """The findings of a run, worst first; none where no rule fired."""
     rules = {rule.signal: rule for rule in RULES}
     spikes = [e for e in events if e.kind == "spike" and e.data.get("signal") in rules]
@@ -61,7 +61,7 @@ def story(events: Sequence[Event], columns: Columns) -> list[Sentence]:
     for signal, rule in rules.items():
         found = [e for e in spikes if e.data["signal"] == signal]
         if found and signal not in _GRADIENTS:
-            told.append(_single(rule, found, columns))
+            told.append(_single(rule, found, store))
     order = {"critical": 0, "warning": 1}
     # An explained one first, then the worst, then the newest.
     return sorted(told, key=lambda s: (order.get(s.severity, 2), s.incident is None, -s.step))
@@ -110,11 +110,11 @@ def _burst(rule: Rule, step: int, group: Sequence[Event], incident: Event | None
     return Sentence(text, rule.signal, severity, step, advice, name, also)
 
 
-def _single(rule: Rule, found: Sequence[Event], columns: Columns) -> Sentence:
+def _single(rule: Rule, found: Sequence[Event], store: RunStore) -> Sentence:
     worst = max(found, key=lambda e: _distance(rule, e.data))
     value = _value(worst.data.get("value"))
     if rule.signal in ("phantom_fraction", "hidden_fraction"):
-        text = _share(rule, columns, found[0].step, value)
+        text = _share(rule, store, found[0].step, value)
     elif isinstance(rule.baseline, Below):
         text = f"{subject(rule.signal)} fell to {number(value, 2)} at step {worst.step}: {_lowered(rule.summary)}"
     elif rule.signal == "nonfinite":
@@ -127,21 +127,26 @@ def _single(rule: Rule, found: Sequence[Event], columns: Columns) -> Sentence:
     return Sentence(text, rule.signal, rule.severity, worst.step, rule.advice)
 
 
-def _share(rule: Rule, columns: Columns, since: int, worst: float) -> str:
+def _share(rule: Rule, store: RunStore, since: int, worst: float) -> str:
     """A share of tokens: what it is lately, or what it was."""
     cell = rule.selection.where[0].value
-    recent = [
-        values[-_LATELY:]
-        for s in columns.series
-        if s[:2] == ("clip_fraction", cell)
-        for values in [columns.values(s)[1]]
-    ]
-    lately = max((float(np.nanmedian(x)) for x in recent if np.isfinite(x).any()), default=math.nan)
+    lately = _lately(store, cell)
     cause = "training and rollout precision differ"
     assert isinstance(rule.baseline, Above)
     if lately > rule.baseline.bound:
         return f"{cell} clipping {_VERB[cell]} {percent(round(lately, 3))} of tokens: {cause}"
     return f"{cell} clipping {_PAST[cell]} {percent(round(worst, 3))} of tokens at step {since}: {cause}"
+
+
+def _lately(store: RunStore, cell: str) -> float:
+    """Median share of a cell over its last values, the largest of the ratios'; NaN where there is none."""
+    found: dict[tuple[str, ...], list[tuple[int, float]]] = {}
+    for block in store.blocks(after=store.last_row() - _ROWS):
+        for i, series in enumerate(block.series):
+            if series[:2] == ("clip_fraction", cell):
+                found.setdefault(series, []).extend(zip(block.ids.tolist(), block.values[:, i].tolist(), strict=True))
+    medians = [float(np.median([value for _, value in sorted(values)[-_LATELY:]])) for values in found.values()]
+    return max((x for x in medians if math.isfinite(x)), default=math.nan)
 
 
 _VERB = {"phantom": "takes", "hidden": "misses"}

@@ -58,6 +58,7 @@ export class Heatmap {
     this.rows = columns;
     this.element.hidden = columns.length === 0;
     this.draw();
+    if (this.at) this.#point(this.rows[this.at.row] && this.at.i < frame.step.length ? this.at : null);
   }
 
   draw() {

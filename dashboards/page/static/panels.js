@@ -54,6 +54,14 @@ export const SECTIONS = [
 ];
 
 export const CHARTS = SECTIONS.flatMap((section) => section.charts);
+const OWN = CHARTS.flatMap((chart) => chart.takes).filter(([metric]) => metric === "trainer_metric").map(([, name]) => name);
+
+/** A small chart for each further thing that the trainer logs. @param series of the run. */
+export function others(series) {
+  const names = series.filter((s) => s.metric === "trainer_metric" && !OWN.includes(s.labels.name)).map((s) => s.labels.name);
+  return names.sort().map((name, i) => ({ id: `trainer-${i}`, title: name, takes: [trainer(name)], unit: "", help: [] }));
+}
+
 export const selections = () => CHARTS.flatMap((chart) => chart.takes);
 
 const accepts = (selection, column) =>

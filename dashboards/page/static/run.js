@@ -12,6 +12,7 @@ import { Live } from "./live.js";
 import { View, remember, remembered } from "./view.js";
 import { SECTIONS, CHARTS, selections, lines } from "./panels.js";
 import { controls } from "./zoombar.js";
+import { Others } from "./others.js";
 
 const HEAT_POINTS = 300;
 const SETTLED = 150; // milliseconds without a further zoom, before finer values are asked for
@@ -34,12 +35,15 @@ class RunPage {
 
   async open() {
     const range = { from: this.view.from, to: this.view.to };
-    const [about, answer, baseline, events, catalogue] = await Promise.all([
-      api.run(this.name), api.series(this.name, selections(), range), api.baseline(this.name, range), api.events(this.name), api.metrics(),
-    ]);
+    // All are asked for at once; the headline does not wait for the values.
+    const values = Promise.all([api.series(this.name, selections(), range), api.baseline(this.name, range), api.events(this.name)]);
+    values.catch(() => {}); // told below, unless the run itself cannot be read
+    const [about, catalogue] = await Promise.all([api.run(this.name), api.metrics()]);
     this.#build(catalogue);
     this.view.extent = [about.first_step ?? 0, Math.max(about.last_step ?? 1, (about.first_step ?? 0) + 1)];
     this.#about(about);
+    performance.mark("headline-shown");
+    const [answer, baseline, events] = await values;
     this.frame = new Frame(answer);
     this.baseline = baseline;
     this.eventList.add(events.events);
@@ -56,6 +60,7 @@ class RunPage {
     this.charts = new Map(CHARTS.map((spec) => [spec.id, new Chart({ ...spec, help: help(spec), range: spec.stacked ? spec.range ?? stackRange : undefined }, this.view, "run")]));
     this.heatmap = new Heatmap(this.view, help({ help: ["grad_norm"] }), (group) => this.#chooseGroup(group));
     this.eventList = new EventList(this.name, (step) => this.#look(step));
+    this.others = new Others(this.name, this.view);
     this.head = el("div", { class: "head" });
     this.findings = el("ul", { class: "findings" });
     this.connection = el("span", { class: "connection", role: "status" });
@@ -66,7 +71,7 @@ class RunPage {
         section.id === "gradients" ? this.heatmap.element : null));
     const cost = sections.pop();
     this.settings = el("pre");
-    fill(this.main, this.head, this.findings, bar, ...sections, this.eventList.element, cost,
+    fill(this.main, this.head, this.findings, bar, ...sections, this.eventList.element, this.others.element, cost,
       el("section", {}, el("h2", {}, "Settings"), el("details", {}, el("summary", {}, "in force"), this.settings)));
   }
 
@@ -76,6 +81,7 @@ class RunPage {
     const groups = [...new Set(about.series.filter((s) => s.metric === "grad_norm").map((s) => s.labels.group))].sort((a, b) => (b === "all") - (a === "all") || a.localeCompare(b));
     if (groups.length && !groups.includes(this.group)) this.group = groups[0];
     this.heatmap.groups(groups, this.group);
+    this.others.know(about.series);
     this.headline = about.headline;
     this.#state(about.summary);
     fill(this.findings, about.findings.slice(0, 12).map((finding) =>
@@ -157,7 +163,10 @@ class RunPage {
     this.live = new Live(this.name, select, cursor, {
       rows: (rows) => this.#rows(rows),
       events: (events) => this.#events(events),
-      state: (summary) => this.#state(summary),
+      state: (summary) => {
+        this.#state(summary);
+        this.others.refresh();
+      },
       reset: () => this.reread(),
       gone: ({ error }) => (this.connection.textContent = error),
       connection: (there) => (this.connection.textContent = there ? "" : "connection lost, trying again"),
