@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -53,7 +55,7 @@ def application(runs: RunsFolder, access: Access, stopped: Callable[[], bool] = 
         Route(f"{API}/metrics", api.metrics),
         Route("/runs/{run}/incidents/{incident}.html", api.incident_page),
         Route("/", _shell),
-        Route("/runs/{run}", _shell),
+        Route("/runs/{run}", api.run_page),
         Route("/compare", _shell),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
@@ -136,6 +138,14 @@ class _Api:
         file = self._runs.incident_file(request.path_params["run"], request.path_params["incident"], ".html")
         return FileResponse(file, media_type="text/html", headers={"Content-Security-Policy": INCIDENT_POLICY})
 
+    def run_page(self, request: Request) -> Response:
+        """The page of a run. Its values are read while the browser loads the page's scripts."""
+        return FileResponse(STATIC / "index.html", background=BackgroundTask(self._warm, request.path_params["run"]))
+
+    def _warm(self, name: str) -> None:
+        with suppress(NoSuchRun, StoreError, OSError):  # told by the requests that follow
+            self._cache.get(self._runs.store(name))
+
     def metrics(self, _: Request) -> Response:
         specs = [
             {
@@ -172,7 +182,7 @@ def _selectors(request: Request) -> list[Selector]:
 
 
 def _window(request: Request) -> Window:
-    points = _whole(request, "points", 800)
+    points = _whole(request, "points", 600)
     if points is None or not 0 <= points <= _MOST_POINTS:
         raise QueryError(f"points: needs a whole number from 0 (every step) to {_MOST_POINTS}")
     return Window(_whole(request, "from", None), _whole(request, "to", None), points)

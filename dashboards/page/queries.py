@@ -33,7 +33,7 @@ class Window:
 
     first: int | None = None
     last: int | None = None
-    points: int = 800
+    points: int = 600
 
 
 @dataclass(frozen=True)

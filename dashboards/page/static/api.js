@@ -49,7 +49,7 @@ export const keyOf = (metric, labels) => JSON.stringify([metric, ...Object.value
 
 const selecting = (select) => select.map((parts) => ["select", JSON.stringify(parts)]);
 
-function ranged({ from = null, to = null, points = 800 } = {}) {
+function ranged({ from = null, to = null, points = 600 } = {}) {
   const parameters = [["points", points]];
   if (from !== null) parameters.push(["from", from]);
   if (to !== null) parameters.push(["to", to]);

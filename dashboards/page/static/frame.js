@@ -8,7 +8,7 @@ const NAMED_STEPS = 100;
 
 export class Frame {
   /** @param answer of /series. */
-  constructor(answer, points = 800) {
+  constructor(answer, points = 600) {
     this.points = points;
     this.from = answer.from;
     this.to = answer.to;
