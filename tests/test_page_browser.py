@@ -69,6 +69,11 @@ def opened(page: Page, url: str, chart: str = "grad-norm") -> None:
     page.wait_for_selector(f"#chart-{chart} canvas")
 
 
+def settled(page: Page) -> None:
+    """Waits until the values of what is looked at are there."""
+    page.wait_for_selector("main[aria-busy=false]")
+
+
 def value(page: Page, chart: str, line: int = 0) -> str:
     """The full value in a chart's legend."""
     return page.locator(f"#chart-{chart} .legend .value").nth(line).get_attribute("title") or ""
@@ -182,6 +187,7 @@ def test_a_new_step_appears_within_two_seconds(page: Page, runs: Path) -> None:
         expect(page.locator(".events li.incident")).to_have_count(1)
         writer.finish()
         expect(page.locator(".badge")).to_have_text("finished")
+        settled(page)
 
 
 def test_reopening_gives_the_same_picture(page: Page, runs: Path) -> None:
@@ -253,7 +259,7 @@ def test_zoom_is_shared_and_is_a_link(page: Page, runs: Path) -> None:
         page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60, steps=5)
         page.mouse.up()
         page.wait_for_url("**from=*")
-        page.wait_for_timeout(500)
+        settled(page)
         steps = {chart: [int(row[0]) for row in table(page, chart)[1:]] for chart in ("reward", "kl", "grad-norm")}
         assert steps["reward"] == steps["kl"] == steps["grad-norm"]
         assert 48 <= steps["kl"][0] <= 54
@@ -265,7 +271,7 @@ def test_zoom_is_shared_and_is_a_link(page: Page, runs: Path) -> None:
         page.locator("#chart-kl .plot").focus()
         page.keyboard.press("0")
         page.wait_for_function("() => !location.search.includes('from')")
-        page.wait_for_timeout(500)
+        settled(page)
         assert len(table(page, "reward")) == 201
 
 
@@ -481,3 +487,40 @@ def test_what_else_the_trainer_logs(page: Page, runs: Path) -> None:
         assert titles[0].startswith("<img src=x")
         assert float(value(page, "trainer-1")) == 7.5
         assert page.evaluate("() => window.hacked") is None
+
+
+def test_a_page_nobody_looks_at_catches_up(page: Page, runs: Path) -> None:
+    """It gives its connection back while it is hidden: a browser has only six for a server."""
+    writer = Writer(runs, "a").steps(3)
+    hide = """(hidden) => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    with serve(runs) as server:
+        opened(page, server.run_url("a"))
+        expect(page.locator(".badge")).to_have_text("live")
+        page.evaluate(hide, True)
+        writer.step(4, 44.0)
+        page.wait_for_timeout(1500)
+        assert value(page, "grad-norm") != "44"
+        page.evaluate(hide, False)
+        page.wait_for_function("() => document.querySelector('#chart-grad-norm .value').title === '44'")
+        assert [int(row[0]) for row in table(page, "grad-norm")[1:]] == [1, 2, 3, 4]
+
+
+def test_compared_runs_are_read_closer(page: Page, runs: Path) -> None:
+    """Zoomed in, each run at its own resolution: by step, and by wall time."""
+    for name in ("a", "b"):
+        writer = Writer(runs, name)
+        writer.store._db.execute("BEGIN")
+        writer.steps(1500, {700: 88.0} if name == "b" else {})
+        writer.store._db.execute("COMMIT")
+        writer.finish()
+    with serve(runs) as server:
+        opened(page, f"{server.url}compare?a=a&b=b")
+        assert table(page, "grad-norm")[0] == ["step", "a min", "a max", "b min", "b max"]
+        opened(page, f"{server.url}compare?a=a&b=b&from=690&to=710")
+        settled(page)
+        rows = table(page, "grad-norm")
+        assert rows[0] == ["step", "a", "b"]
+        assert {row[0]: row[2] for row in rows}["700"] == "88"

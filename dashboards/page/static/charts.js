@@ -286,9 +286,12 @@ export class Chart {
     const one = devicePixelRatio;
     ctx.save();
     ctx.setLineDash([]);
+    const drawn = new Set(); // thousands of marks may fall on a few hundred places
     for (const { step, kind } of this.marks) {
       const x = u.valToPos(step, "x", true);
-      if (x < left - 1 || x > left + width + 1) continue;
+      const place = `${kind} ${Math.round(x / one)}`;
+      if (x < left - 1 || x > left + width + 1 || drawn.has(place)) continue;
+      drawn.add(place);
       ctx.strokeStyle = ctx.fillStyle = colour(`mark-${kind}`);
       ctx.globalAlpha = 0.55;
       ctx.lineWidth = one;

@@ -11,16 +11,25 @@ export class Live {
    */
   constructor(name, select, cursor, handlers) {
     Object.assign(this, { name, select, cursor, handlers });
+    // A browser keeps few connections to one server: pages that nobody looks at give theirs back, and catch up later.
+    this.turned = () => (document.hidden ? this.#pause() : this.#open());
+    document.addEventListener("visibilitychange", this.turned);
     this.#open();
   }
 
   close() {
     this.closed = true;
+    document.removeEventListener("visibilitychange", this.turned);
+    this.#pause();
+  }
+
+  #pause() {
     clearTimeout(this.timer);
     this.source?.close();
   }
 
   #open() {
+    this.#pause();
     const source = new EventSource(liveUrl(this.name, this.select, this.cursor));
     this.source = source;
     source.onopen = () => this.handlers.connection?.(true);
@@ -32,7 +41,7 @@ export class Live {
       });
     }
     source.onerror = () => {
-      if (this.closed) return;
+      if (this.closed || source !== this.source) return;
       this.handlers.connection?.(false);
       // The browser tries again by itself after a broken connection, but not after a refusal.
       if (source.readyState === EventSource.CLOSED) {

@@ -36,8 +36,9 @@ export class Others {
     const asked = (this.asked = Symbol());
     for (let first = 0; first < this.specs.length; first += AT_ONCE) {
       const some = this.specs.slice(first, first + AT_ONCE);
-      const answer = await api.series(this.run, some.flatMap((spec) => spec.takes), { from: this.view.from, to: this.view.to });
-      if (asked !== this.asked) return;
+      const range = { from: this.view.from, to: this.view.to };
+      const answer = await api.series(this.run, some.flatMap((spec) => spec.takes), range).catch(() => null);
+      if (asked !== this.asked || answer === null) return; // the page itself says what cannot be read
       const frame = new Frame(answer);
       some.forEach((spec, i) => this.charts[first + i].show(frame.step, frame.width, lines(spec, frame)));
     }

@@ -5,6 +5,7 @@ import { PALETTE } from "./charts.js";
 
 const trainer = (name) => ["trainer_metric", name];
 const CELLS = ["phantom", "hidden", "legitimate", "open"];
+const cellsOf = (ratio) => CELLS.map((cell) => ["clip_fraction", cell, ratio]);
 
 /**
  * id, title; `takes`: selections of series; `label` of a series (its labels); `help`: metrics whose help is shown.
@@ -26,7 +27,8 @@ export const SECTIONS = [
     charts: [
       { id: "alpha-beta", title: "Policy change against precision gap", takes: [["alpha_abs_mean"], ["beta_abs_mean"], ["alpha_floor"]], unit: "nats", help: ["alpha_abs_mean", "beta_abs_mean", "alpha_floor"], label: (s) => ({ alpha_abs_mean: "|alpha|, the policy", beta_abs_mean: "|beta|, precision", alpha_floor: "|alpha| at the same weights" })[s.metric] },
       { id: "snr", title: "Signal-to-noise ratio", takes: [["snr"]], unit: "|alpha| / |beta|", help: ["snr"], reference: { value: 1, label: "1: as much noise as signal" } },
-      { id: "cells", title: "What the clip does to tokens", takes: CELLS.map((cell) => ["clip_fraction", cell, null]), unit: "tokens", percent: true, stacked: true, help: ["clip_fraction"] },
+      { id: "cells", title: "What the clip does to tokens", takes: cellsOf("ppo"), unit: "tokens", percent: true, stacked: true, cells: true, help: ["clip_fraction"] },
+      { id: "cells-importance", title: "What the importance bound does to tokens", takes: cellsOf("importance"), unit: "tokens", percent: true, stacked: true, cells: true, help: ["clip_fraction"] },
       { id: "log-ratio", title: "Log-ratio of a token", takes: ["max", "mean", "min"].map((stat) => ["log_ratio", stat]), unit: "nats", help: ["log_ratio"] },
       { id: "sequence-log-ratio", title: "Log-ratio of a sequence", takes: ["max", "mean", "min"].map((stat) => ["sequence_log_ratio", stat]), unit: "nats", help: ["sequence_log_ratio"] },
       { id: "taken", title: "Gradient taken away", takes: [["gradient_taken_fraction", null]], unit: "tokens", percent: true, help: ["gradient_taken_fraction"] },
@@ -71,7 +73,7 @@ const accepts = (selection, column) =>
 export function lines(spec, frame, baseline) {
   const columns = [...frame.columns.values()];
   let found = spec.takes.flatMap((selection) => columns.filter((column) => accepts(selection, column)));
-  if (spec.id === "cells") return cells(found);
+  if (spec.cells) return cells(found);
   if (spec.most) found = largest(found, spec.most);
   const several = found.length > 1;
   const made = found.map((column, i) => ({
@@ -95,18 +97,16 @@ function banded(frame, baseline) {
 
 /** The four cells one on top of the other. Of a bucket the largest share of each, so that none is hidden. */
 function cells(found) {
-  const ratios = [...new Set(found.map((column) => column.labels.ratio))];
-  const ratio = ratios.includes("ppo") ? "ppo" : ratios[0];
-  const of = (cell) => found.find((column) => column.labels.cell === cell && column.labels.ratio === ratio);
+  const of = (cell) => found.find((column) => column.labels.cell === cell);
   const open = of("open");
   let below = [];
   const stacked = [];
-  for (const [i, cell] of CELLS.slice(0, 3).entries()) {
+  for (const cell of CELLS.slice(0, 3)) {
     const column = of(cell);
     if (!column) continue;
     const top = column.max.map((value, n) => (value === null ? null : value + (below[n] ?? 0)));
     below = top;
-    stacked.push({ label: cell, colour: `cell-${cell}`, fill: `cell-${cell}`, min: top, max: top, shown: column, nonfinite: column.nonfinite, order: i });
+    stacked.push({ label: cell, colour: `cell-${cell}`, fill: `cell-${cell}`, min: top, max: top, shown: column, nonfinite: column.nonfinite });
   }
   if (!stacked.length) return [];
   if (open) {

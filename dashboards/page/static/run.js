@@ -125,7 +125,7 @@ class RunPage {
   async #chooseGroup(group) {
     this.group = group;
     remember("group", group === "all" ? null : group);
-    await this.#heat();
+    await this.#heat().catch((error) => this.#failed(error));
     this.#listen(this.live?.cursor);
   }
 
@@ -138,6 +138,7 @@ class RunPage {
   }
 
   #zoomed() {
+    this.main.setAttribute("aria-busy", "true");
     clearTimeout(this.settling);
     this.settling = setTimeout(() => this.reread(), SETTLED);
   }
@@ -146,12 +147,22 @@ class RunPage {
   async reread() {
     const range = { from: this.view.from, to: this.view.to };
     const asked = (this.asked = Symbol());
-    const [answer, baseline] = await Promise.all([api.series(this.name, selections(), range), api.baseline(this.name, range)]);
-    if (asked !== this.asked) return;
-    this.frame = new Frame(answer);
-    this.baseline = baseline;
-    await this.#heat();
-    this.draw();
+    try {
+      const [answer, baseline] = await Promise.all([api.series(this.name, selections(), range), api.baseline(this.name, range)]);
+      if (asked !== this.asked) return;
+      this.frame = new Frame(answer);
+      this.baseline = baseline;
+      await this.#heat();
+      this.draw();
+    } catch (error) {
+      this.#failed(error);
+    }
+    if (asked === this.asked) this.main.setAttribute("aria-busy", "false");
+  }
+
+  /** What is there stays; the stream, where there is one, goes on when the server is back. */
+  #failed(error) {
+    this.connection.textContent = `not read: ${error.message}`;
   }
 
   // -- live --------------------------------------------------------------------------------------------------------
@@ -208,11 +219,13 @@ class RunPage {
   async #events(events) {
     this.eventList.add(events);
     this.draw();
-    if (events.some((event) => event.kind === "spike" || event.kind === "incident")) this.#about(await api.run(this.name));
-    if (events.some((event) => event.kind === "run_end")) {
-      this.live.close();
-      this.#about(await api.run(this.name));
-      await this.reread();
+    const ended = events.some((event) => event.kind === "run_end");
+    if (ended) this.live.close();
+    try {
+      if (ended || events.some((event) => event.kind === "spike" || event.kind === "incident")) this.#about(await api.run(this.name));
+      if (ended) await this.reread();
+    } catch (error) {
+      this.#failed(error);
     }
   }
 }
