@@ -1,7 +1,7 @@
 """What happened in a run, in words: the events of its rules, told by the rule table.
 
 Each sentence is about one signal: what it did at its worst, when, and what is known of the cause. Sentences come
-worst first; the first few are the headline.
+critical ones first, explained ones before others, then the newest; the first two are the headline.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Sentence:
 
 
 def story(events: Sequence[Event], store: RunStore) -> list[Sentence]:
-    """The findings of a run, worst first; none where no rule fired."""
+    """The findings of a run, none where no rule fired."""
     rules = {rule.signal: rule for rule in RULES}
     spikes = [e for e in events if e.kind == "spike" and e.data.get("signal") in rules]
     incidents = {e.step: e for e in events if e.kind == "incident"}
@@ -63,7 +63,6 @@ def story(events: Sequence[Event], store: RunStore) -> list[Sentence]:
         if found and signal not in _GRADIENTS:
             told.append(_single(rule, found, store))
     order = {"critical": 0, "warning": 1}
-    # An explained one first, then the worst, then the newest.
     return sorted(told, key=lambda s: (order.get(s.severity, 2), s.incident is None, -s.step))
 
 
