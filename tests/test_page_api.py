@@ -487,6 +487,26 @@ def test_hostile_names_are_data(runs: Path, client: Client) -> None:
     assert client.ask("/api/v1/runs")[1]["content-type"] == "application/json"
 
 
+def test_odd_runs_do_not_break_the_others(runs: Path, client: Client) -> None:
+    """A name that is no text, settings without a bound, a value that is not finite, an event of a later version."""
+    from seismograd import RunInfo
+
+    os.makedirs(os.fsencode(runs) + b"/no\xff-text")
+    (runs / "folder" / "run.db").mkdir(parents=True)
+    Writer(runs, "a").steps(2, {2: math.inf}).event("later", 1, "what is this", x=[1])
+    with RunStore.create(runs / "b.db", RunInfo("b", None, {"clip": [{"eps_high": math.inf}]})):
+        pass
+    (runs / "b").mkdir()
+    (runs / "b.db").rename(runs / "b" / "run.db")
+    (runs / "b.db-wal").unlink(missing_ok=True)
+    os.link(runs / "b" / "run.db", os.fsencode(runs) + b"/no\xff-text/run.db")
+    assert client.run("b")["config"] == {"clip": [{"eps_high": "inf"}]}
+    found = {run["name"]: run for run in client.get("/runs")["runs"]}
+    assert set(found) == {"a", "b"}
+    assert found["a"]["values"]["grad_norm"] == "inf"
+    assert client.run("a", "/events")["events"][0]["kind"] == "later"
+
+
 # -- a token --------------------------------------------------------------------------------------------------------
 
 TOKEN = "correct-horse-battery-staple"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -91,7 +92,7 @@ class _Api:
                 "headline": story.headline(sentences, summary.step),
                 "findings": [story.sentence_json(sentence) for sentence in sentences],
                 "incidents": self._runs.incidents(name),
-                "config": meta.get("config", {}),
+                "config": _plain(meta.get("config", {})),
                 "first_step": steps and steps[0],
                 "last_step": steps and steps[1],
                 "cursor": str(Cursor(row, numbered[-1][0] if numbered else 0)),
@@ -208,6 +209,15 @@ def _shell(_: Request) -> Response:
 def _json(data: Any, status: int = 200) -> Response:
     text = json.dumps({"version": 1} | data, allow_nan=False, separators=(",", ":"))
     return Response(text, status, media_type="application/json", headers={"Cache-Control": "no-store"})
+
+
+def _plain(x: Any) -> Any:
+    """Settings may be infinite (a bound that is not there): as text, JSON has no sign for it."""
+    if isinstance(x, dict):
+        return {key: _plain(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [_plain(value) for value in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _http_error(_: Request, error: Exception) -> Response:

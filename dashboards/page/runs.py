@@ -110,7 +110,7 @@ class RunsFolder:
             return
         for entry in entries:
             store = entry / "run.db"
-            if store.is_file() and self._inside(store):
+            if _is_file(store) and _addressable(entry.name) and self._inside(store):
                 yield entry.name, store
 
     def store(self, name: str) -> Path:
@@ -227,6 +227,15 @@ def _read(name: str, path: Path) -> Summary:
         counts.get("fault", 0),
         "run_end" in counts,
     )
+
+
+def _addressable(name: str) -> bool:
+    """Whether an address can hold it: file systems take names that are no text."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_file(path: Path) -> bool:
