@@ -67,6 +67,7 @@ def opened(page: Page, url: str, chart: str = "grad-norm") -> None:
     """Waits until the charts are drawn."""
     page.goto(url)
     page.wait_for_selector(f"#chart-{chart} canvas")
+    page.wait_for_selector("main[aria-busy=false]")
 
 
 def settled(page: Page) -> None:
@@ -136,8 +137,7 @@ def test_a_spike_is_seen_at_100_000_steps(page: Page, runs: Path) -> None:
         assert int(spike[0]) <= 31_415 < int(spike[0]) + 256
         # Painted too: the line reaches the top of the plot at its place. Nothing else comes near.
         assert _painted_at_top(page, "grad-norm")
-        page.goto(server.run_url("long") + "?from=31400&to=31430")
-        page.wait_for_selector("#chart-grad-norm canvas")
+        opened(page, server.run_url("long") + "?from=31400&to=31430")
         rows = table(page, "grad-norm")
         assert [int(row[0]) for row in rows[1:]] == list(range(31_400, 31_431))
         assert float(rows[16][1]) == 987.25

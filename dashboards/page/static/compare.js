@@ -65,6 +65,7 @@ class Compare {
       el("div", { class: "bar", role: "group", "aria-label": "Axis" }, this.choice), controls(this.view), this.holder);
     this.#build();
     if (!this.view.whole) await this.#reread();
+    main.setAttribute("aria-busy", "false");
   }
 
   #axis(by) {

@@ -15,5 +15,6 @@ async function show() {
 }
 
 show().catch((error) => {
+  main.setAttribute("aria-busy", "false");
   fill(main, el("h1", {}, "This cannot be shown"), el("p", { class: "notice" }, error.message), el("p", {}, el("a", { href: "/" }, "All runs")));
 });

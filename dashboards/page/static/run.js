@@ -35,23 +35,25 @@ class RunPage {
 
   async open() {
     const range = { from: this.view.from, to: this.view.to };
-    // All are asked for at once; the headline does not wait for the values.
-    const values = Promise.all([api.series(this.name, selections(), range), api.baseline(this.name, range), api.events(this.name)]);
+    // All are asked for at once; the headline does not wait for the values, nor these for the band.
+    const values = Promise.all([api.series(this.name, selections(), range), api.events(this.name)]);
     values.catch(() => {}); // told below, unless the run itself cannot be read
     const [about, catalogue] = await Promise.all([api.run(this.name), api.metrics()]);
     this.#build(catalogue);
     this.view.extent = [about.first_step ?? 0, Math.max(about.last_step ?? 1, (about.first_step ?? 0) + 1)];
     this.#about(about);
     performance.mark("headline-shown");
-    const [answer, baseline, events] = await values;
+    const [answer, events] = await values;
     this.frame = new Frame(answer);
-    this.baseline = baseline;
     this.eventList.add(events.events);
     this.draw();
     performance.mark("charts-drawn");
-    await this.#heat();
+    [this.baseline] = await Promise.all([api.baseline(this.name, range), this.#heat()]);
+    this.draw();
+    performance.mark("complete");
     // Rows may have come between the answers: the stream begins where the oldest of them ended.
     const [, event] = about.cursor.split("-");
+    this.main.setAttribute("aria-busy", "false");
     this.#listen(`${Math.min(answer.row, this.heatFrame.row)}-${event}`);
   }
 

@@ -23,6 +23,7 @@ const MEANS = { live: "steps are coming in", finished: "it said that it has ende
 export async function showRuns(main) {
   const list = new RunList(main);
   await list.refresh();
+  main.setAttribute("aria-busy", "false");
   setInterval(() => document.hidden || list.refresh().catch((error) => list.say(error.message)), EVERY);
 }
 
