@@ -457,6 +457,11 @@ def test_narrow(browser: Browser, runs: Path) -> None:
         for url, wait in ((server.url, "tbody tr"), (server.run_url(writer.folder.name), "#chart-grad-norm canvas")):
             page.goto(url)
             page.wait_for_selector(wait)
+            for summary in page.locator(".help summary:visible").all():
+                summary.click()
+                assert page.evaluate("document.documentElement.scrollWidth") <= 360
+                page.keyboard.press("Escape")
+            assert page.locator(".bubble:visible").count() == 0
             assert page.evaluate("document.documentElement.scrollWidth") <= 360
         context.close()
 

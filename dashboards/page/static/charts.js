@@ -1,7 +1,7 @@
 // One chart: title with help, canvas, legend with the values under the cursor, PNG and CSV.
 
 import uPlot from "/static/uplot/uPlot.esm.js";
-import { el, fill, visible, colour } from "./dom.js";
+import { el, fill, visible, colour, helpOn } from "./dom.js";
 import { number, percent } from "./format.js";
 import { KEYS } from "./view.js";
 import { csv, png, download } from "./export.js";
@@ -85,10 +85,7 @@ export class Chart {
       this.spec.stacked ? null : this.scaleButton,
       el("button", { type: "button", class: "small", title: `${title} as a picture`, onclick: () => download(`${id}.png`, png(this)) }, "PNG"),
       el("button", { type: "button", class: "small", title: `${title} as a table`, onclick: () => download(`${id}.csv`, csv(this)) }, "CSV"));
-    const about = el("details", { class: "help" },
-      el("summary", { "aria-label": `What ${title} means` }, "?"),
-      el("div", { class: "bubble" }, help.map((text) => el("p", {}, text))));
-    return el("figcaption", {}, el("h3", {}, title), help.length ? about : null, menu);
+    return el("figcaption", {}, el("h3", {}, title), help.length ? helpOn(title, help) : null, menu);
   }
 
   #rebuild() {

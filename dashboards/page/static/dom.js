@@ -25,6 +25,17 @@ export function visible(text) {
     c === "\n" ? "↵" : c === "\t" ? "→" : `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
+/** The `?` beside a title: one is open at a time, Escape closes it. */
+export function helpOn(title, texts) {
+  const about = el("details", { class: "help", name: "help" },
+    el("summary", { "aria-label": `What ${title} means` }, "?"),
+    el("div", { class: "bubble" }, texts.map((text) => el("p", {}, text))));
+  about.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") about.open = false;
+  });
+  return about;
+}
+
 /** A CSS variable's value now, in light or dark. */
 export function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();

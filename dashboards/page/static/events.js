@@ -59,7 +59,11 @@ export class EventList {
     const where = step >= 0
       ? el("button", { type: "button", class: "step", title: "look at this step", onclick: () => this.onStep(step) }, `step ${step}`)
       : el("span", { class: "step" }, "–");
-    const text = message.replace(new RegExp(`^step ${step}: `), "").replace(` (${data.path})`, "");
+    // What stands beside it or below is not said twice.
+    const twice = [` (${data.path})`, data.advice && ` ${data.advice}`].filter(Boolean);
+    let text = message.replace(new RegExp(`^step ${step}: `), "");
+    for (const part of twice) text = text.replace(part, "");
+    if (kind === "spike") text = text.replace(/ \(usual [^()]*\)$/, "");
     return el("li", { class: kind }, where, el("span", { class: `sign ${kind}` }, NAMES[kind] ?? visible(kind)),
       el("div", {}, el("p", {}, visible(text)), this.#evidence(kind, data), el("time", { class: "soft", datetime: new Date(1000 * time).toISOString() }, clock(time))));
   }

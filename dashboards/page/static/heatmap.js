@@ -1,6 +1,6 @@
 // Gradient norms as a picture: layers by steps, colour by the logarithm of each bucket's largest norm.
 
-import { el, fill, visible, colour } from "./dom.js";
+import { el, fill, visible, colour, helpOn } from "./dom.js";
 import { number } from "./format.js";
 import { KEYS } from "./view.js";
 
@@ -29,8 +29,7 @@ export class Heatmap {
     this.box = el("div", { class: "heat" }, this.canvas, this.tip);
     this.element = el("figure", { class: "chart wide", id: "chart-heatmap", hidden: true },
       el("figcaption", {}, el("h3", {}, "Gradient norm by layer"),
-        el("details", { class: "help" }, el("summary", { "aria-label": "What the picture means" }, "?"),
-          el("div", { class: "bubble" }, help.map((text) => el("p", {}, text)))),
+        helpOn("the picture", help),
         el("span", { class: "tools" }, el("label", { for: "heat-group" }, "module group "), this.select)),
       this.box, el("div", { class: "key" }, this.ends[0], this.scale, this.ends[1], el("span", { class: "soft" }, "largest norm of each bucket, logarithmic")));
     fill(this.scale, CIVIDIS.map((c) => {
