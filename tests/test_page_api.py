@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -572,8 +573,11 @@ def test_metrics_are_the_catalogue(client: Client) -> None:
 def test_the_documented_script_runs(runs: Path, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
     Writer(runs, "a b?").steps(3).finish()
     text = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
-    code = text.split("```python\n", 1)[1].split("```", 1)[0]
-    exec(code.replace("127.0.0.1:8686", f"127.0.0.1:{client.port}"), {})
+    plain, pandas = [part.split("```", 1)[0] for part in text.split("```python\n")[1:]]
+    names: dict[str, Any] = {}
+    exec(plain.replace("127.0.0.1:8686", f"127.0.0.1:{client.port}"), names)
+    exec(pandas, names)
+    assert names["frame"].loc[3, ("trainer_metric", "reward")] == math.sin(3 / 7)
     printed = capsys.readouterr().out
     assert "grad_norm {'layer': 'all', 'group': 'all'}\n1 1." in printed
     assert "trainer_metric {'name': 'reward'}\n1 0.14" in printed
