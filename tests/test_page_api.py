@@ -577,7 +577,7 @@ def test_the_documented_script_runs(runs: Path, client: Client, capsys: pytest.C
     names: dict[str, Any] = {}
     exec(plain.replace("127.0.0.1:8686", f"127.0.0.1:{client.port}"), names)
     exec(pandas, names)
-    assert names["frame"].loc[3, ("trainer_metric", "reward")] == math.sin(3 / 7)
+    assert names["frame"]["trainer_metric reward"].to_dict() == {step: math.sin(step / 7) for step in (1, 2, 3)}
     printed = capsys.readouterr().out
     assert "grad_norm {'layer': 'all', 'group': 'all'}\n1 1." in printed
     assert "trainer_metric {'name': 'reward'}\n1 0.14" in printed
