@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seismograd.gradloc import Incident, localize
+from seismograd.gradloc import Incident, Thresholds, localize
 from seismograd.gradloc.saved import saved
 from seismograd.telemetry.incidents import Culprit, Explained, SequenceShares
 from seismograd.telemetry.ranks import Ranks
@@ -40,6 +40,7 @@ class GradLoc:
         decode: token ids to text, or None where the loop has given none.
         run: its name.
         save: megabytes of micro-batches that may be kept beside an incident; 0 for none.
+        thresholds: of the verdict.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class GradLoc:
         decode: Callable[[Sequence[int]], str] | None,
         run: str,
         save: float = 0.0,
+        thresholds: Thresholds | None = None,
     ) -> None:
+        self._limits = thresholds or Thresholds()
         self._model, self._when, self._text, self._run, self._save = model, when, text, run, save
         self._decode = decode if text == "full" else None
 
@@ -69,6 +72,7 @@ class GradLoc:
                 batches,
                 self._model if replayable else None,
                 grad_scale=scale / max(ranks.size, _averaged_over()),
+                thresholds=self._limits,
                 ranks=ranks,
             )
         first = next((s for s in spikes if not s.repeat), spikes[0] if spikes else None)
@@ -84,7 +88,8 @@ class GradLoc:
         if scale != 1:
             told = replace(told, notes=(*told.notes, f"norms are multiplied by the loss scale, {scale:g}"))
         told = self._private(_of_all_weights(told, spikes))
-        kept = saved(batches, scale / max(ranks.size, _averaged_over()), self._save) if self._save > 0 else None
+        grad_scale = scale / max(ranks.size, _averaged_over())
+        kept = saved(batches, grad_scale, self._save, self._limits) if self._save > 0 else None
         if self._save > 0 and kept is None:
             told = replace(
                 told, notes=(*told.notes, f"the micro-batches were not saved: above {self._save:g} MB, or no ids")

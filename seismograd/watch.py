@@ -23,6 +23,7 @@ from seismograd.collectors.trainers import PLAIN_LOOP, Adapter, is_grpo_trainer,
 from seismograd.collectors.trainers.plain import PlainLoop
 from seismograd.config import Config
 from seismograd.gradloc.folder import IncidentFolder
+from seismograd.gradloc.verdict import Thresholds
 from seismograd.localiser import GradLoc, decoder
 from seismograd.run import Run
 from seismograd.telemetry.detector import Detector
@@ -55,6 +56,7 @@ def watch(
     gradloc: str | None = None,
     text: str | None = None,
     save_batches: float | None = None,
+    thresholds: Thresholds | Mapping[str, float] | None = None,
 ) -> Run:
     """Watch a run from now on.
 
@@ -65,7 +67,7 @@ def watch(
         trainer: a ``trl.GRPOTrainer``.
         model: the trained model of a plain loop.
         optimizer: of a plain loop; with it, steps that do not clip are watched as well.
-        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text, save_batches: see
+        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text, save_batches, thresholds: see
             `seismograd.Config`, which also names the environment variable that stands for each.
 
     Returns:
@@ -81,7 +83,7 @@ def watch(
     given = {
         "runs": runs, "name": name, "sinks": sinks, "prometheus": prometheus,
         "budget": budget, "probes": probes, "shadow": shadow, "clip": clip, "gradloc": gradloc, "text": text,
-        "save_batches": save_batches,
+        "save_batches": save_batches, "thresholds": thresholds,
     }  # fmt: skip
     config = Config.resolve(given)
     alone = _world_size() == 1
@@ -196,7 +198,7 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
 
     localiser = None
     if config.gradloc != "off":
-        localiser = GradLoc(model, config.gradloc, config.text, decode, name, config.save_batches)  # type: ignore[arg-type]
+        localiser = GradLoc(model, config.gradloc, config.text, decode, name, config.save_batches, config.thresholds)  # type: ignore[arg-type]
     monitor = StepMonitor(model, budget, config.shadow, detector, outlet, faults, localiser, partial(_meet, say))  # type: ignore[arg-type]
     for event in early:
         hub.event(event)
