@@ -169,8 +169,9 @@ def _along_replayed(step: Step, replay: Replay) -> float:
         batch = step.batches[min(i, len(step.batches) - 1)]
         weights = {LOGP: step.tokens.weights(i, batch.logp), **(batch.others if i < len(step.batches) else {})}
         scaled = {name: w * step.scale for name, w in weights.items()}
-        for _, gradient in replay.backward(i, [scaled]):
-            found += replay.along(gradient, step.norm)
+        ((_, gradient),) = replay.backward(i, [scaled])
+        found += replay.along(gradient, step.norm)
+        del gradient  # before the next one
     return found
 
 

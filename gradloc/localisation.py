@@ -264,7 +264,7 @@ class _Localisation:
             grad_norm=step.norm,
             culprits=verdict.culprits,
             sequences=tuple(everybody),
-            norms={} if replay is None else layer_norms(replay, replay.gradient),
+            norms={} if replay is None else layer_norms(replay, replay.norms(replay.gradient)),
             # Where no ratio is in the weights, a control of ratios would have done nothing.
             controls=controls_on(verdict.culprits, step.norm) if verdict.kind in ("A.1", "A.2") else {},
             notes=tuple(notes),
