@@ -324,7 +324,7 @@ def test_sharded_parameters(tmp_path: Path, what: str, size: int) -> None:
     assert [norm for _, norm in norms] == pytest.approx(json.loads(with_hook[0].partition("]")[0] + "]"), rel=1e-5)
     collectives = [(tmp_path / "with" / f"loop.py.{rank}.collectives").read_text() for rank in range(size)]
     plain = (tmp_path / "without" / "loop.py.0.collectives").read_text()
-    assert collectives[0].count("allgather_base") > plain.count("allgather_base") > 100  # those of FSDP
+    assert collectives[0].count("allgather_base") > plain.count("allgather_base") > 0  # those of FSDP
     assert len(set(collectives)) == 1
     if what != "every":
         incident = incidents[-1]
