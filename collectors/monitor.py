@@ -423,7 +423,8 @@ class StepMonitor:
         No fault of one rank keeps it from what the others wait for.
         """
         localiser = self._localiser if self._faults.working("gradloc") else None
-        mine = _Seen({}, able=localiser is not None and bool(step.batches))
+        able = localiser is not None and bool(step.batches)
+        mine = _Seen({}, able, any(batch.mask.numel() for batch in step.batches))
         if self._faults.working("detect"):
             with self.guard("detect"):
                 mine = replace(mine, measured=measured_in(step, self.overflow_expected))
@@ -432,7 +433,8 @@ class StepMonitor:
             with self.guard("detect"):
                 measured = merged([seen.measured for seen in everybody])
                 step.spikes = tuple(self._detector.judge(step.number, measured))
-        wanted = localiser is not None and all(seen.able for seen in everybody) and localiser.wants(step.spikes)
+        able = all(seen.able for seen in everybody) and any(seen.tokens for seen in everybody)
+        wanted = localiser is not None and able and localiser.wants(step.spikes)
         step.spikes, wanted, step.scales = self._shared(ranks, (step.spikes, wanted, step.scales))[0]
         return wanted
 
@@ -453,7 +455,9 @@ class _Seen:
     Args:
         measured: what its rules look at.
         able: whether it can localise.
+        tokens: whether its share of the step has any.
     """
 
     measured: Mapping[str, Measured]
     able: bool
+    tokens: bool

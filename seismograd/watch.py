@@ -24,6 +24,7 @@ from seismograd.collectors.trainers.plain import PlainLoop
 from seismograd.config import Config
 from seismograd.controls.policy import Policy
 from seismograd.gradloc.folder import IncidentFolder
+from seismograd.gradloc.verdict import Thresholds
 from seismograd.localiser import GradLoc, decoder
 from seismograd.protection import Protection
 from seismograd.run import Run
@@ -59,6 +60,7 @@ def watch(
     gradloc: str | None = None,
     text: str | None = None,
     save_batches: float | None = None,
+    thresholds: Thresholds | Mapping[str, float] | None = None,
     controls: str | Mapping[str, Any] | Policy | None = None,
 ) -> Run:
     """Watch a run from now on.
@@ -72,7 +74,7 @@ def watch(
         trainer: a ``trl.GRPOTrainer``.
         model: the trained model of a plain loop.
         optimizer: of a plain loop; with it, steps that do not clip are watched as well.
-        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text, save_batches,
+        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text, save_batches, thresholds,
             controls: see `seismograd.Config`, which also names the environment variable that stands for each.
 
     Returns:
@@ -88,7 +90,7 @@ def watch(
     given = {
         "runs": runs, "name": name, "sinks": sinks, "prometheus": prometheus,
         "budget": budget, "probes": probes, "shadow": shadow, "clip": clip, "gradloc": gradloc, "text": text,
-        "save_batches": save_batches, "controls": controls,
+        "save_batches": save_batches, "thresholds": thresholds, "controls": controls,
     }  # fmt: skip
     config = Config.resolve(given)
     alone = _world_size() == 1
@@ -209,7 +211,7 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
 
     localiser = None
     if config.gradloc != "off":
-        localiser = GradLoc(model, config.gradloc, config.text, decode, name, config.save_batches)  # type: ignore[arg-type]
+        localiser = GradLoc(model, config.gradloc, config.text, decode, name, config.save_batches, config.thresholds)  # type: ignore[arg-type]
     protection = Protection(model, config.controls)
     monitor = StepMonitor(
         model,
