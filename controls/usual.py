@@ -9,7 +9,10 @@ trimmed away: the median of what is left. So a burst of the whole model raises t
 40% of the layers may be out of proportion at once without moving it.
 
 History is the literal reading of "a threshold a layer from that layer's history": the largest norm seen, decaying
-(`seismograd.telemetry.baselines.Envelope`). It cannot tell a layer's explosion from a burst of the whole model.
+(`seismograd.telemetry.baselines.Envelope`). It cannot tell a layer's explosion from a burst of the whole model. An
+explosion enters it a little above the level, not at the threshold: at the threshold, four of them would make a
+hundredfold norm usual. So a lasting change is usual after some 16 steps for each doubling, about when peers takes it
+for that.
 
 Both work on numpy arrays of shape (U,), one entry a layer (or module group), on the host.
 """
@@ -26,6 +29,7 @@ from seismograd.telemetry.baselines import Envelope, Robust, RobustState, Values
 
 _REFRESH = 8  # steps between two looks at the medians, which move slowly
 _FEWEST = 3  # layers that a proportion can be taken over
+_RISE = 2 ** (1 / 16)  # what an explosion may add to a layer's history
 
 
 class Reference(Protocol):
@@ -134,7 +138,9 @@ class History:
         return level, self._settings.factor * level
 
     def learn(self, norms: Values) -> None:
-        self._state.judge(norms)  # which clips at the threshold itself
+        level, threshold = self.judge(norms)
+        with np.errstate(invalid="ignore"):
+            self._state.judge(np.where(norms >= threshold, _RISE * level, norms))
 
     def extend(self, n: int) -> None:
         self._state.extend(n)

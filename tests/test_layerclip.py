@@ -121,6 +121,31 @@ def test_no_layer_of_an_honest_run_is_clipped(number: int) -> None:
     assert acted == []
 
 
+@pytest.mark.parametrize("reference", ["peers", "history"])
+@pytest.mark.parametrize("every", [2, 5, 20])
+def test_one_explosion_does_not_blind_it_to_the_next(reference: Any, every: int) -> None:
+    """Now and then a hundredfold, thirty times: each is brought back to about the layer's usual size."""
+    random = np.random.default_rng(0)
+    over, clip = grouping(6), LayerClip(net(6), reference=reference)
+    for step in range(30 * every):
+        norms = np.exp(random.normal(0, 0.1, 6))
+        sick = step >= 30 and step % every == 0
+        norms[2] *= 100 if sick else 1
+        scales = fed(clip, over, norms)
+        assert scales.clipped == (("2",) if sick else ())
+        assert (scales.norms * scales.scales)[2] < 4
+
+
+def test_a_layer_that_stays_larger_becomes_usual_by_history() -> None:
+    over, clip = grouping(6), LayerClip(net(6), reference="history")
+    for _ in range(30):
+        fed(clip, over, np.ones(6))
+    larger = np.array([1, 1, 100.0, 1, 1, 1])
+    acted = [bool(fed(clip, over, larger).clipped) for _ in range(120)]
+    assert all(acted[:60])
+    assert not any(acted[80:])
+
+
 def test_a_step_that_is_not_finite_is_skipped_and_not_learnt_from() -> None:
     model = net()
     clip = LayerClip(model, warmup=2)
