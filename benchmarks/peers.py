@@ -1,8 +1,8 @@
 """What LayerClip is compared with: the global clip, ZClip and AdaGC, after their papers. For benchmarks only.
 
     global   g *= min(1, max_norm / |G|)
-    ZClip    z = (|G| - mean) / std;  z > 2.5: g *= (mean + 2.5^2 / z * std) / |G|       (Kumar et al., arXiv:2504.02507)
-    AdaGC    tensor by tensor, g_i *= min(1, 1.05 * ema_i / |g_i|)                        (Wang et al., arXiv:2502.11034)
+    ZClip    z = (|G| - mean) / std;  z > 2.5: g *= (mean + 2.5^2 / z * std) / |G|    (arXiv:2504.02507)
+    AdaGC    tensor by tensor, g_i *= min(1, 1.05 * ema_i / |g_i|)                     (arXiv:2502.11034)
 
 Each is called in place of the global clip, `clip_(model)` between backward and optimizer step, and gives back what it
 multiplied each gradient by. A gradient that is not finite is left as it is and not learnt from.

@@ -44,7 +44,7 @@ def test_zclip_by_hand() -> None:
     assert step(clip, model, 1.0) == [1.0]
     assert step(clip, model, 3.0) == [3.0]
     assert step(clip, model, 12.0) == pytest.approx([2.625], rel=1e-5)
-    # What entered is 2.625: mean 0.97 * 2 + 0.03 * 2.625 = 2.01875; variance by the new mean, as the paper's code has it
+    # What entered is 2.625: mean 0.97 * 2 + 0.03 * 2.625; the variance is about the new mean, as in the authors' code.
     assert clip._mean == pytest.approx(2.01875, rel=1e-5)
     assert clip._variance == pytest.approx(0.97 + 0.03 * (2.625 - 2.01875) ** 2, rel=1e-5)
     assert step(clip, model, 4.0) == [4.0]  # z = 2.0
