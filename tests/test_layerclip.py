@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.honest import columns, read
 from seismograd.controls import LayerClip
 from seismograd.telemetry.layers import Grouping, Place
 
@@ -144,6 +145,18 @@ def test_a_layer_that_stays_larger_becomes_usual_by_history() -> None:
     acted = [bool(fed(clip, over, larger).clipped) for _ in range(120)]
     assert all(acted[:60])
     assert not any(acted[80:])
+
+
+@pytest.mark.parametrize("number", [3, 4, 5])
+@pytest.mark.parametrize("reference", ["peers", "history"])
+@pytest.mark.parametrize("groups", [False, True])
+def test_no_layer_or_module_group_of_further_honest_runs_is_clipped(number: int, reference: Any, groups: bool) -> None:
+    """In the fifth, the head's proportion drifts from 0.8 to 3.2 within a hundred steps."""
+    over, rows = read(DATA / f"honest_layers_{number}.csv.gz")
+    clip = LayerClip(net(1), reference=reference, groups=groups)
+    acted = [i for i, row in enumerate(rows) if fed(clip, over, np.array([row[n] for n in columns(rows)])).clipped]
+    assert len(rows) == 2000
+    assert acted == []
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_not_learnt_from() -> None:
