@@ -84,10 +84,11 @@ class Arm:
     collapsed: float = COLLAPSED
 
 
-HEALTHY, GLOBAL, PEERS, HISTORY = "no collapse, global clip", "global clip", "LayerClip peers", "LayerClip history"
+HEALTHY, UNCLIPPED, GLOBAL = "no collapse, global clip", "no clip at all", "global clip"
+PEERS, HISTORY = "LayerClip peers", "LayerClip history"
 ARMS = (
     Arm(HEALTHY, lambda model, max_norm: GlobalClip(max_norm), collapsed=1.0),
-    Arm("no clip at all", lambda model, max_norm: GlobalClip(torch.inf)),
+    Arm(UNCLIPPED, lambda model, max_norm: GlobalClip(torch.inf)),
     Arm(GLOBAL, lambda model, max_norm: GlobalClip(max_norm)),
     Arm(PEERS, lambda model, max_norm: Auto(model, "peers", max_norm)),
     Arm(HISTORY, lambda model, max_norm: Auto(model, "history", max_norm)),

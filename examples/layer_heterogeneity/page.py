@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import table
-from examples.layer_heterogeneity.arms import GLOBAL, HEALTHY, HISTORY, PEERS
+from examples.layer_heterogeneity.arms import GLOBAL, HEALTHY, HISTORY, PEERS, UNCLIPPED
 from examples.layer_heterogeneity.figures import Figures, at_explosions, figures
 from examples.layer_heterogeneity.svg import Chart, Series, page
 
@@ -83,6 +83,11 @@ def said(found: dict[str, Figures]) -> str:
     for name, one in found.items():
         if name not in (GLOBAL, HEALTHY):
             lines.append(f"{name}: {_compared(one)}.")
+    if UNCLIPPED in found and abs(found[UNCLIPPED].loss.value - found[PEERS].loss.value) < 0.005:
+        lines.append(
+            "No clip at all does as well as LayerClip by peers: here an explosion, of a rare token's embedding, does no "
+            "harm of its own, only by what the global clip takes from the other layers for it."
+        )
     loss = found[HEALTHY].worse
     lines.append(
         f"All that the explosions cost under the global clip: {-loss.value:.3f} nats "
