@@ -44,7 +44,7 @@ class Size:
 
     Args:
         layers: of the model whose step the cost is held against.
-        steps: of each of its four measurements.
+        steps: with a sick layer, in each of its four measurements; twice as many have none.
         pairs: with and without.
         seeds: of the bank.
         honest: steps that LayerClip sees before an incident.
@@ -52,8 +52,8 @@ class Size:
     """
 
     layers: int = 32
-    steps: int = 40
-    pairs: int = 40
+    steps: int = 16
+    pairs: int = 30
     seeds: int = 3
     honest: int = 24
     models: tuple[str, ...] = bank.MODELS

@@ -85,8 +85,8 @@ def said(found: dict[str, Figures]) -> str:
             lines.append(f"{name}: {_compared(one)}.")
     if UNCLIPPED in found and abs(found[UNCLIPPED].loss.value - found[PEERS].loss.value) < 0.005:
         lines.append(
-            "No clip at all does as well as LayerClip by peers: here an explosion, of a rare token's embedding, does no "
-            "harm of its own, only by what the global clip takes from the other layers for it."
+            "No clip at all does as well as LayerClip by peers: here an explosion, of a rare token's embedding, does "
+            "no harm of its own, only by what the global clip takes from the other layers for it."
         )
     loss = found[HEALTHY].worse
     lines.append(
