@@ -61,7 +61,7 @@ class TimeLimit(TrainerCallback):  # type: ignore[misc]
 def trainer(folder: Path, steps: int, seconds: float) -> EngineTrainer:
     """A trainer of so many steps, each of 8 completions of 64 characters, that stops early after so many seconds."""
     torch.manual_seed(0)
-    tokenizer = _tokenizer()
+    tokenizer = character_tokenizer()
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -109,7 +109,7 @@ def parameters(trainer: EngineTrainer) -> int:
     return sum(p.numel() for p in trainer.model.parameters())
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character."""
     vocabulary = ["<pad>", "<eos>", "<unk>", *"0123456789abcdefghijklmnopqrstuvwxyz +-*/=?.,"]
     tok = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
