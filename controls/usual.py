@@ -102,7 +102,9 @@ class Peers:
         columns = np.flatnonzero(usable)
         self._rho.logs[self._rho.next[columns] % self._settings.window, columns] = rho[columns]
         self._rho.next[columns] += 1
-        self._recent = np.vstack([self._recent[1:], np.where(usable & ~beyond, rho, -np.inf)])
+        # Nothing is beyond a threshold while warming up: what is seen then may be an explosion too.
+        honest = usable & ~beyond & np.isfinite(self._median)
+        self._recent = np.vstack([self._recent[1:], np.where(honest, rho, -np.inf)])
         self._since += 1
         starting = (self._rho.next <= 2 * self._settings.warmup).any()
         if starting or self._since >= _REFRESH:

@@ -137,6 +137,20 @@ def test_one_explosion_does_not_blind_it_to_the_next(reference: Any, every: int)
         assert (scales.norms * scales.scales)[2] < 4
 
 
+def test_explosions_in_the_warm_up_do_not_blind_peers() -> None:
+    random = np.random.default_rng(0)
+    over, clip = grouping(6), LayerClip(net(6))
+    caught = []
+    for step in range(40):
+        norms = np.exp(random.normal(0, 0.1, 6))
+        sick = step % 4 == 0
+        norms[2] *= 100 if sick else 1
+        scales = fed(clip, over, norms)
+        if sick and step >= 16:
+            caught.append(scales.clipped == ("2",))
+    assert all(caught)
+
+
 def test_a_layer_that_stays_larger_becomes_usual_by_history() -> None:
     over, clip = grouping(6), LayerClip(net(6), reference="history")
     for _ in range(30):
