@@ -101,7 +101,7 @@ IN_INCIDENTS = [
     "seismograd.gradloc.localisation.ModelReplay",
     "seismograd.gradloc.attribution._difference",
     "seismograd.gradloc.localisation.verify",
-    "seismograd.gradloc.verification._gradients",
+    "seismograd.gradloc.verification._Own.take",
     "seismograd.gradloc.localisation.sequence_shares",
     "seismograd.gradloc.replay.ModelReplay.forward",
     "seismograd.gradloc.replay.ModelReplay.backward",
