@@ -165,7 +165,7 @@ def test_a_layer_that_stays_larger_becomes_usual_by_history() -> None:
 @pytest.mark.parametrize("reference", ["peers", "history"])
 @pytest.mark.parametrize("groups", [False, True])
 def test_no_layer_or_module_group_of_further_honest_runs_is_clipped(number: int, reference: Any, groups: bool) -> None:
-    """In the fifth the head's proportion drifts from 0.8 to 3.2 in a hundred steps. No constant was set by the sixth."""
+    """In the fifth the head's proportion drifts from 0.8 to 3.2 in 100 steps. No constant was set by the sixth."""
     over, rows = read(DATA / f"honest_layers_{number}.csv.gz")
     clip = LayerClip(net(1), reference=reference, groups=groups)
     acted = [i for i, row in enumerate(rows) if fed(clip, over, np.array([row[n] for n in columns(rows)])).clipped]
