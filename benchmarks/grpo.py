@@ -45,8 +45,15 @@ class EngineTrainer(GRPOTrainer):  # type: ignore[misc]
         return out
 
 
+LEAST = 14
+"""Steps of the shortest run."""
+
+
 class TimeLimit(TrainerCallback):  # type: ignore[misc]
-    """Ends training after so many seconds, so that a busy machine gives fewer steps and not a longer wait."""
+    """Ends training after so many seconds, so that a busy machine gives fewer steps and not a longer wait.
+
+    Not before `LEAST` steps: with fewer there is nothing to make a figure of.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -55,7 +62,7 @@ class TimeLimit(TrainerCallback):  # type: ignore[misc]
         self._end = time.monotonic() + self._seconds
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= time.monotonic() > self._end
+        control.should_training_stop |= time.monotonic() > self._end and state.global_step >= LEAST
 
 
 def trainer(folder: Path, steps: int, seconds: float) -> EngineTrainer:
