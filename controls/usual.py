@@ -8,13 +8,14 @@ steps. The reference of a step is taken over the layers, each divided by its usu
 trimmed away: the median of what is left. So a burst of the whole model raises the reference with the layers, and up to
 40% of the layers may be out of proportion at once without moving it. A proportion may drift by a factor of four within
 the window while the model learns fast: so a layer has also to leap, to twice its largest proportion of the last 16
-steps, those aside at which it was beyond its threshold.
+steps, those aside at which it was beyond its threshold. And where many layers vanish, the others are large only beside
+them: so a layer's own norm has to leap too, to twice its median of those steps.
 
 History is the literal reading of "a threshold a layer from that layer's history": the largest norm seen, decaying
 (`seismograd.telemetry.baselines.Envelope`). It cannot tell a layer's explosion from a burst of the whole model. An
 explosion enters it a little above the level, not at the threshold: at the threshold, four of them would make a
 hundredfold norm usual. So a lasting change is usual after some 16 steps for each doubling, about when peers takes it
-for that.
+for that. What is learnt in the warm-up is bounded by its median.
 
 Both work on numpy arrays of shape (U,), one entry a layer (or module group), on the host.
 """
@@ -79,6 +80,7 @@ class Peers:
         self._median: Values = np.zeros(0)
         self._reach: Values = np.zeros(0)
         self._recent: Values = np.zeros((_RECENT, 0))
+        self._own: Values = np.zeros((_RECENT, 0))
         self._since = 0
 
     def judge(self, norms: Values) -> tuple[Values, Values]:
@@ -91,7 +93,14 @@ class Peers:
         reference = _quantile(left, (1 - self._settings.trim) / 2)
         level = np.exp(self._median + reference)
         leap = self._recent.max(axis=0) + _LEAP - self._median
-        return level, level * np.exp(np.maximum(self._reach, leap))
+        threshold = level * np.exp(np.maximum(self._reach, leap))
+        with np.errstate(invalid="ignore"):
+            beyond = np.flatnonzero(norms > threshold)
+        for i in beyond:
+            own = self._own[np.isfinite(self._own[:, i]), i]
+            if len(own):
+                threshold[i] = max(threshold[i], float(np.exp(np.median(own) + _LEAP)))
+        return level, threshold
 
     def learn(self, norms: Values, beyond: Flags) -> None:
         usable = np.isfinite(norms) & (norms > 0)
@@ -105,8 +114,9 @@ class Peers:
         # Nothing is beyond a threshold while warming up: what is seen then may be an explosion too.
         honest = usable & ~beyond & np.isfinite(self._median)
         self._recent = np.vstack([self._recent[1:], np.where(honest, rho, -np.inf)])
+        self._own = np.where(honest, np.vstack([self._own[1:], logs]), self._own)
         self._since += 1
-        starting = (self._rho.next <= 2 * self._settings.warmup).any()
+        starting = (self._rho.next[columns] <= 2 * self._settings.warmup).any()
         if starting or self._since >= _REFRESH:
             self._refresh()
 
@@ -115,10 +125,10 @@ class Peers:
         unknown = np.full(n, np.nan)
         self._median, self._reach = np.append(self._median, unknown), np.append(self._reach, unknown)
         self._recent = np.hstack([self._recent, np.full((_RECENT, n), -np.inf)])
+        self._own = np.hstack([self._own, np.full((_RECENT, n), np.nan)])
 
     def state_dict(self) -> dict[str, Any]:
-        recent = [[x if np.isfinite(x) else None for x in row] for row in self._recent.tolist()]
-        return {**self._rho.state_dict(), "recent": recent}
+        return {**self._rho.state_dict(), "recent": _told(self._recent), "own": _told(self._own)}
 
     def load_state_dict(self, state: Mapping[str, Any], columns: Sequence[int]) -> None:
         logs, seen = np.array(state["logs"], dtype=np.float64), np.asarray(state["next"], dtype=np.int64)
@@ -127,8 +137,8 @@ class Peers:
         if len(logs) == len(self._rho.logs):  # another window begins anew
             self._rho.logs[:rows] = logs[:rows, list(columns)]
             self._rho.next[:] = seen[list(columns)]
-        recent = np.array(state["recent"], dtype=np.float64)[:, list(columns)]
-        self._recent = np.where(np.isnan(recent), -np.inf, recent)
+        recent, own = (np.array(state[name], dtype=np.float64)[:, list(columns)] for name in ("recent", "own"))
+        self._recent, self._own = np.where(np.isnan(recent), -np.inf, recent), own
         self._refresh()
 
     def _refresh(self) -> None:
@@ -144,6 +154,7 @@ class History:
     def __init__(self, envelope: Envelope) -> None:
         self._settings = envelope
         self._state = envelope.state(0)
+        self._first: Values = np.zeros((envelope.warmup, 0))
 
     def judge(self, norms: Values) -> tuple[Values, Values]:
         ready = (self._state.seen >= self._settings.warmup) & (self._state.level > 0)
@@ -151,18 +162,35 @@ class History:
         return level, self._settings.factor * level
 
     def learn(self, norms: Values, beyond: Flags) -> None:
+        observed = np.isfinite(norms) & (norms > 0)
+        for i in np.flatnonzero(observed & (self._state.seen < self._settings.warmup)):
+            self._first[int(self._state.seen[i]), i] = norms[i]
         self._state.judge(np.where(beyond, _RISE * self._state.level, norms))
+        for i in np.flatnonzero(observed & (self._state.seen == self._settings.warmup)):
+            most = self._settings.factor * np.median(self._first[:, i])  # an explosion in the warm-up is none to come
+            self._state.level[i] = min(self._state.level[i], most)
 
     def extend(self, n: int) -> None:
         self._state.extend(n)
+        self._first = np.hstack([self._first, np.full((len(self._first), n), np.nan)])
 
     def state_dict(self) -> dict[str, Any]:
-        return self._state.state_dict()
+        return {**self._state.state_dict(), "first": _told(self._first)}
 
     def load_state_dict(self, state: Mapping[str, Any], columns: Sequence[int]) -> None:
+        first = np.array(state["first"], dtype=np.float64)[:, list(columns)]
         self._state = self._settings.state(len(columns))
+        if len(first) != len(self._first):  # another warm-up begins anew
+            self._first = np.full((len(self._first), len(columns)), np.nan)
+            return
+        self._first = first
         for name in ("level", "seen"):
             setattr(self._state, name, np.asarray(state[name], dtype=np.float64)[list(columns)])
+
+
+def _told(rows: Values) -> list[list[float | None]]:
+    """JSON-serialisable: None where there is no finite number."""
+    return [[x if np.isfinite(x) else None for x in row] for row in rows.tolist()]
 
 
 def _quantile(values: Values, q: float) -> float:

@@ -178,7 +178,16 @@ class Run:
         self._worker.load_state_dict(state["worker"])
         if "controls" not in state:  # of a version without them
             return
-        anew = self._protection.load_state_dict(state["controls"])
+        try:
+            anew = self._protection.load_state_dict(state["controls"])
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            self.degraded(f"the saved state of the controls cannot be read ({type(e).__name__}): they begin anew")
+            return
+        for control, state_now in self.controls.items():
+            if state_now == "on":
+                self._hub.event(
+                    Event("control", f"{control} is on: taken up from the saved state", data={"control": control})
+                )
         if anew:
             named = ", ".join(anew[:8]) + (f" and {len(anew) - 8} more" if len(anew) > 8 else "")
             self.degraded(f"the saved state knows no norms of these layers, so LayerClip warms up anew there: {named}")

@@ -60,6 +60,7 @@ class PlainLoop:
             inner: Any = getattr(self._optimizer, "optimizer", self._optimizer)
             if isinstance(inner, Optimizer):
                 self._handles.append(inner.register_step_pre_hook(self._before_optimizer))
+                self._handles.append(inner.register_step_post_hook(lambda *_: self._monitor.give_back()))
             else:
                 self._run.degraded(
                     f"optimizer={type(inner).__name__} is no torch.optim.Optimizer: steps that do not call "
@@ -179,7 +180,7 @@ class PlainLoop:
                 self._say(
                     "parts",
                     "parameters are clipped in several parts: gradient norms and their spikes are those of the part "
-                    "that a step clips first",
+                    "that a step clips first, and LayerClip knows and clips no other",
                 )
             self._clipped |= ids
         return True
@@ -221,12 +222,13 @@ class PlainLoop:
         # A fused optimizer takes the loss scale out itself, in its step.
         self._monitor.before_optimizer(self.parameters, getattr(optimizer, "grad_scale", None))
         with self._monitor.guard("adapter"):
-            if self._monitor.withheld:
+            if self._monitor.looks_on:
                 self._say(
-                    "withheld",
-                    "layers are out of proportion, and LayerClip only looks on: it acts in run.clip_grad_norm_(), "
-                    "which this loop does not call",
+                    "looks on",
+                    "layers are out of proportion, and LayerClip only looks on: it acts in run.clip_grad_norm_() "
+                    "with a finite max_norm",
                 )
+            self._monitor.withhold(self.parameters)
             if not self._clipped and self._unclipped.seen(self._monitor.grad_norm):
                 self._say(
                     "clipped",
