@@ -294,14 +294,14 @@ class StepMonitor:
         """
         step = self._step
         if step is not None and step.applied is not None and not step.applied.finite:
-            with self.guard("layerclip_apply"):
+            with self.guard("layerclip_skip"):
                 self._taken = [(p, p.grad) for p in parameters if p.grad is not None]
                 for p, _ in self._taken:
                     p.grad = None
 
     def give_back(self) -> None:
         """After the optimizer has stepped."""
-        with self.guard("layerclip_apply"):
+        with self.guard("layerclip_skip"):
             for p, gradient in self._taken:
                 if p.grad is None:
                     p.grad = gradient

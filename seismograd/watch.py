@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from seismograd.collectors.budget import PROBES, ProbeBudget, Spacing
-from seismograd.collectors.monitor import StepMonitor
+from seismograd.collectors.monitor import OF_THE_LOSS, StepMonitor
 from seismograd.collectors.signals import SignalWorker
 from seismograd.collectors.trainers import PLAIN_LOOP, Adapter, is_grpo_trainer, unsupported
 from seismograd.collectors.trainers.plain import PlainLoop
@@ -40,8 +40,6 @@ from seismograd.telemetry.sinks.store import StoreSink
 from seismograd.telemetry.sinks.wandb import WandbSink
 
 log = logging.getLogger("seismograd")
-
-_OF_THE_LOSS = ("tokenclip", "seqclip", "cleanratio")
 
 
 def watch(
@@ -96,9 +94,10 @@ def watch(
     alone = _world_size() == 1
     if model is not None:
         # One rank cannot know that a forward of the user's holds no collectives, so it runs none alone.
+        by_itself = [c for c in OF_THE_LOSS if getattr(config.controls, c).mode in ("auto", "on")]
+        config = replace(config, controls=_observing(config.controls, by_itself))
         run = _run(model, config if alone else _without_probes(config), None, plain=True)
         _attach(run, PlainLoop(model, optimizer, config.clip, run))
-        by_itself = [c for c in _OF_THE_LOSS if getattr(config.controls, c).mode in ("auto", "on")]
         if by_itself:
             run.degraded(
                 f"{', '.join(by_itself)}: a plain loop's loss is its own, so that these are observed only. Call "
@@ -124,6 +123,11 @@ def watch(
     run = _run(trainer.model, config if _rank() == 0 else _without_probes(config), decoder(trainer), plain=False)
     _attach(run, GRPOAdapter(trainer, run, run))
     return run
+
+
+def _observing(policy: Policy, controls: Sequence[str]) -> Policy:
+    """With these controls looking on."""
+    return replace(policy, **{name: replace(getattr(policy, name), mode="observe") for name in controls})
 
 
 def _without_probes(config: Config) -> Config:
