@@ -8,9 +8,10 @@ A ratio between a trainer and a rollout engine of another precision holds two th
 
 where shadow_logp is a forward of the present weights in the rollout's precision. PPO's clip sees their sum, so a token
 that the policy did not move loses its gradient where |beta_t| alone passes the clip: phantom clipping. The study that
-named it found that each of these restores convergence, and each is a function here: the clip on exp(alpha_t) alone (`clean_log_ratio`), a detached
-weight without a clip (`reinforce_loss`), a clip too wide for beta (`clipped_loss` with `WIDE`), and no ratio at all
-(`unit_ratio_loss`). Source: Defeating the trainer-generator precision mismatch in TRL, Hugging Face 2026
+named it found that learning comes back once any of the three is gone, beta in the ratio, the ratio, or a clip that
+binds; each way out is a function here: the clip on exp(alpha_t) alone (`clean_log_ratio`), no ratio at all
+(`unit_ratio_loss`), a detached weight without a clip (`reinforce_loss`), and a clip too wide for beta (`clipped_loss`
+with `WIDE`). Source: Defeating the trainer-generator precision mismatch in TRL, Hugging Face 2026
 (aminedirohf-trainer-generator-bf16-mismatch.hf.space). The losses are one value a token; mask and average them as
 your loop does.
 """

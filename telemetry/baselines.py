@@ -242,8 +242,8 @@ class Above:
 
 @dataclass(frozen=True)
 class MeanAbove(Above):
-    """Fires where the mean of the last `steps` measured values is above `bound`, and the value itself is: once, until the
-    mean has come back.
+    """Fires where the mean of the last `steps` measured values is above `bound`, and the value itself is: once, until
+    the mean has come back.
 
     For values that swing with the age of the rollouts, such as the phantom fraction: with rollouts 0 to 3 steps old it
     was 0.11, 0.08, 0.05, 0.03, and again, so that no five steps in a row were above 0.05.

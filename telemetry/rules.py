@@ -216,9 +216,9 @@ RULES: tuple[Rule, ...] = (
         "warning",
         "Precision mismatch: phantom clipping. The gap of precision clips tokens that the policy did not move.",
         # In the order of the study that found it, strongest first; docs/detection.md has the source.
-        "Match the precisions (FP16 on both sides, or BF16 autocast with FP32 weights at a BF16 rollout); else clip the "
-        "clean ratio, from a forward in the rollout's precision; else widen the clip until it stops nothing, or detach "
-        "the ratio.",
+        "Match the precisions (FP16 on both sides, or BF16 autocast with FP32 weights at a BF16 rollout); else clip "
+        "the clean ratio, from a forward in the rollout's precision; else widen the clip until it stops nothing, or "
+        "detach the ratio.",
         hold="5m",
     ),
     Rule(

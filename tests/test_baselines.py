@@ -135,7 +135,9 @@ class TestThresholds:
         assert fired(Above(0.0), [0, 0, INF]) == [2]
 
 
-@pytest.mark.parametrize("baseline", [Envelope(), Robust(), Above(0.5, 2), MeanAbove(0.5, 4)], ids=lambda b: type(b).__name__)
+@pytest.mark.parametrize(
+    "baseline", [Envelope(), Robust(), Above(0.5, 2), MeanAbove(0.5, 4)], ids=lambda b: type(b).__name__
+)
 class TestState:
     def test_survives_json(self, baseline: Baseline) -> None:
         values = np.exp(np.random.default_rng(2).normal(0, 0.5, (150, 3)))
