@@ -9,7 +9,8 @@ import numpy as np
 
 from phantom.found import Found
 
-RESCUES = ("G", "F", "wide", "detach")
+UNCLIPPED = ("F", "wide", "detach")
+OURS = "(ours)"
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ def findings(runs: Runs) -> list[Finding]:
         _noise(runs),
         _matched(runs),
         _only_b(runs),
+        *([_any_clip(runs)] if all(key in runs for key in UNCLIPPED) else []),
+        *([_redrawn(runs)] if "FP16" in runs else []),
     ]
 
 
@@ -87,10 +90,10 @@ def _stall(runs: Runs) -> Finding:
 
 
 def _rescue(runs: Runs) -> Finding:
-    there = [key for key in RESCUES if key in runs]
+    there = [key for key in ("G", *UNCLIPPED) if key in runs]
     gains = ", ".join(f"{key} {runs.span(key, _gained)}" for key in there)
     return Finding(
-        "Without beta in the ratio (G), with ratio 1 (F), and without a clip that binds (wide, detach) it converges",
+        "Without beta in the ratio (G), with ratio 1 (F), or without a clip that binds (wide, detach) learning returns",
         f"reward gained: {gains}; B {runs.span('B', _gained)}",
         "each gains twice what B does",
         all(runs.mean(key, _gained) > 2 * runs.mean("B", _gained) for key in there),
@@ -193,8 +196,36 @@ def _only_b(runs: Runs) -> Finding:
     mine = [run.called for run in runs.of("B")]
     steps = ", ".join("never" if step is None else f"at step {step}" for step in mine)
     return Finding(
-        "(ours) From the live metrics alone the rule table calls B phantom clipping, and nothing else",
+        f"{OURS} From the live metrics alone the rule table calls B phantom clipping, and nothing else",
         f"B: {steps}; of {sum(len(runs.of(key)) for key in others)} other runs {len(called)}",
         "every run of B, no other",
         all(step is not None for step in mine) and not called,
+    )
+
+
+def _any_clip(runs: Runs) -> Finding:
+    def gains(keys: tuple[str, ...]) -> dict[str, float]:
+        return {key: runs.mean(key, _gained) for key in keys}
+
+    clipped, free = gains(("B", "A", "G")), gains(UNCLIPPED)
+    return Finding(
+        f"{OURS} A clip of this width costs reward, as much where alpha fills it (A, G) as where beta does (B)",
+        "reward gained: " + ", ".join(f"{key} {gain:+.2f}" for key, gain in {**clipped, **free}.items()),
+        "each run without a clip gains more than each with one, and B no less than both A and G",
+        min(free.values()) > max(clipped.values()) and clipped["B"] >= max(clipped["A"], clipped["G"]),
+    )
+
+
+def _redrawn(runs: Runs) -> Finding:
+    def second(run: Found) -> float:
+        return run.series["alpha"][1][1]
+
+    return Finding(
+        f"{OURS} After one step alpha in BF16 is mostly rounding drawn anew, which no choice of ratio takes out",
+        f"mean |alpha| at step 2, one optimizer step after the sync: A {runs.span('A', second, '{:.3f}')}, FP16 "
+        f"{runs.span('FP16', second, '{:.3f}')}; legitimate clipping over all steps: A "
+        f"{runs.span('A', lambda run: run.mean('legitimate'), '{:.1%}')}, FP16 "
+        f"{runs.span('FP16', lambda run: run.mean('legitimate'), '{:.1%}')}",
+        "A's alpha is at least 3 times FP16's after the same step",
+        runs.mean("A", second) >= 3 * runs.mean("FP16", second),
     )

@@ -12,7 +12,9 @@ import numpy as np
 from phantom.found import Found
 
 mpl.use("svg")
-mpl.rcParams.update({"svg.hashsalt": "phantom", "font.size": 8, "axes.grid": True, "grid.alpha": 0.3})
+mpl.rcParams.update(
+    {"svg.hashsalt": "phantom", "svg.fonttype": "none", "font.size": 8, "axes.grid": True, "grid.alpha": 0.3}
+)
 
 from matplotlib import pyplot as plt  # noqa: E402  # after the backend is chosen
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 PAD, EOS, START, FIRST_WORD = 0, 1, 2, 4
-WORDS, SUCCESSORS, SENTENCE = 252, 12, 32
+WORDS, SUCCESSORS = 252, 12
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,21 @@ def completion_logp(model: PreTrainedModel, ids: Tensor, length: int) -> Tensor:
 
 
 class Text:
-    """Sentences of a made-up language: after each word one of 12 others, by Zipf's law; 6% of the words end it."""
+    """Sentences of a made-up language: after each word one of 12 others, by Zipf's law.
 
-    def __init__(self) -> None:
+    Args:
+        ends: probability that a word is the last, from the fifth on.
+    """
+
+    def __init__(self, ends: float) -> None:
+        self._ends = ends
         grammar = torch.Generator().manual_seed(0)
         orders = [torch.randperm(WORDS, generator=grammar)[:SUCCESSORS] for _ in range(WORDS)]
         self._next = torch.stack(orders) + FIRST_WORD
         rank = torch.arange(1, SUCCESSORS + 1, dtype=torch.float32)
         self._weights = rank**-2.2
 
-    def sentences(self, n: int, generator: torch.Generator, length: int = SENTENCE) -> Tensor:
+    def sentences(self, n: int, generator: torch.Generator, length: int) -> Tensor:
         """(n, length) token ids: START, words, EOS, PAD."""
         ids = torch.full((n, length), PAD)
         ids[:, 0] = START
@@ -60,18 +65,24 @@ class Text:
         for t in range(2, length):
             word = ids[:, t - 1].clamp(min=FIRST_WORD) - FIRST_WORD
             chosen = torch.multinomial(self._weights, n, replacement=True, generator=generator)
-            ends = (torch.rand(n, generator=generator) < 0.06) & (t > 4)
+            ends = (torch.rand(n, generator=generator) < self._ends) & (t > 4)
             ids[:, t] = torch.where(ended, PAD, torch.where(ends, EOS, self._next[word, chosen]))
             ended |= ends
         return ids
 
 
-def small(seed: int, steps: int = 480) -> Policy:
+def small(seed: int, steps: int = 480, ends: float = 0.06, sentence: int = 32) -> Policy:
     """A Qwen3 of 0.4 million parameters, made and trained from the seed.
 
     Its embeddings start with a standard deviation of 2 and its last norm with a gain of 3: so it becomes peaked and its
     logits large (20 to 160), as those of large models are, and a BF16 ULP of a logit is up to 1. With the usual 0.02
     the same model has a mean |beta| of 0.006.
+
+    Args:
+        seed: of everything.
+        steps: of its training.
+        ends: see `Text`.
+        sentence: tokens of a training sentence.
     """
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -83,15 +94,15 @@ def small(seed: int, steps: int = 480) -> Policy:
     model = Qwen3ForCausalLM(config)
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=2.0)
     torch.nn.init.constant_(model.model.norm.weight, 3.0)
-    text, generator = Text(), torch.Generator().manual_seed(seed)
+    text, generator = Text(ends), torch.Generator().manual_seed(seed)
     rate = 1.5e-3
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
     loss = torch.zeros(())
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 50) * (1 - 0.9 * step / steps)
-        ids = text.sentences(32, generator)
+        ids = text.sentences(32, generator, sentence)
         known = ids[:, 1:] != PAD
-        loss = -(completion_logp(model, ids, SENTENCE - 1) * known).sum() / known.sum()
+        loss = -(completion_logp(model, ids, sentence - 1) * known).sum() / known.sum()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from phantom.findings import Runs, findings
+from phantom.findings import OURS, Runs, findings
 from phantom.found import VERDICT, Found
 from phantom.picture import draw
 from phantom.policy import Policy
@@ -82,6 +82,8 @@ def _page(parts: dict[str, Any]) -> str:
                 commands,
                 INTRODUCTION,
                 f'The rule: "{rule.summary}" Its advice: "{rule.advice}"',
+                "## In short",
+                "\n\n".join(_in_short(content) for content in parts.values()),
                 *(_part(name, content) for name, content in parts.items()),
             ]
         )
@@ -107,6 +109,17 @@ def _part(name: str, content: dict[str, Any]) -> str:
     ]
     sections += [f"Published findings, at eps {main:g}:", _markdown(("published", "here", "reproduces?"), rows)]
     return "\n\n".join(sections)
+
+
+def _in_short(content: dict[str, Any]) -> str:
+    judged = findings(Runs([Found.from_json(run) for run in content["runs"]], _main_eps(content)))
+    lines = [f"{content['policy']}:", ""]
+    for verdict, holds in (("reproduces", True), ("**does not reproduce**", False)):
+        lines += [
+            f"- {verdict}: {f.published}" for f in judged if f.holds == holds and not f.published.startswith(OURS)
+        ]
+    lines += [f"- {'' if f.holds else 'not so: '}{f.published}" for f in judged if f.published.startswith(OURS)]
+    return "\n".join(lines)
 
 
 def _width(start: Found, found: Sequence[Found], main: float) -> str:
