@@ -236,7 +236,7 @@ class Above:
     bound: float
     steps: int = 1
 
-    def state(self, n: int) -> ThresholdState:
+    def state(self, n: int) -> State:
         return ThresholdState(self.bound, self.steps, n, sign=1.0)
 
 

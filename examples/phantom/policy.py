@@ -132,7 +132,7 @@ def smollm2() -> Policy:
     def prompts(n: int, generator: torch.Generator) -> Tensor:
         pairs = torch.randint(10, 100, (n, 2), generator=generator).tolist()
         system = {"role": "system", "content": ""}  # else the template puts in one that is longer than the question
-        asked = [[system, {"role": "user", "content": f"Is {a} more than {b}?"}] for a, b in pairs]
+        asked = [[system, {"role": "user", "content": f"Is {a} more than {b}? Answer yes or no."}] for a, b in pairs]
         chats = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
         return torch.tensor(chats)
 
