@@ -72,7 +72,7 @@ SMALL = Plan(
     (v.B, v.A, v.G, v.F, v.WIDE_EPS, v.DETACH, v.FP16),
     (v.B,),
 )
-SMOLLM2 = Plan(Setting(steps=8, prompts=1, group=6, limit=8, rate=5e-6), (1,), (v.B, v.G, v.A), ())
+SMOLLM2 = Plan(Setting(steps=8, prompts=1, group=6, limit=8, rate=3e-7), (1,), (v.B, v.G, v.A), ())
 QUICK = Plan(Setting(steps=10, prompts=2, group=6, limit=10, rate=1e-5), (1,), (v.B, v.A, v.G), (), width=0.01)
 
 
