@@ -277,7 +277,8 @@ class MeanState:
         for i in np.flatnonzero(~np.isnan(values)):
             self.last[self.next[i] % len(self.last), i] = values[i]
             self.next[i] += 1
-        above = self.last.mean(axis=0) > self.bound  # a NaN among them is above nothing: not enough values yet
+        with np.errstate(invalid="ignore"):  # infinities of both signs
+            above = self.last.mean(axis=0) > self.bound  # a NaN among them is above nothing: not enough values yet
         fired = above & ~self.above & (values > self.bound)
         self.above = above & (self.above | fired)
         bound = np.full_like(values, self.bound)

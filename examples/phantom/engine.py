@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -33,20 +32,21 @@ class Rollout:
 class Engine:
     """Samples with a KV cache at temperature 1.
 
+    Its matrix products are in its precision; between them it is float32, as autocast is. So at equal weights it rounds
+    exactly as the shadow forward does. (An engine that is BF16 throughout, as vLLM is, rounds the residual stream too;
+    that part of its gap no shadow under autocast sees, and it stands in alpha.)
+
     Args:
         policy: whose model is copied.
-        dtype: of its matrix products, under autocast.
-        whole: the weights and everything between the products are of that dtype too, as in vLLM. Else the residual
-            stream is float32, and at equal weights the engine rounds exactly as the shadow forward does.
+        dtype: of its matrix products.
     """
 
-    def __init__(self, policy: Policy, dtype: torch.dtype, whole: bool = False) -> None:
-        self._policy, self._dtype, self._whole = policy, dtype, whole
+    def __init__(self, policy: Policy, dtype: torch.dtype) -> None:
+        self._policy, self._dtype = policy, dtype
         self._model = copy.deepcopy(policy.model).eval().requires_grad_(False)
         # What autocast would round at each product is rounded once. The head is tied to the embedding, which stays.
-        layers = self._model if whole else self._model.model.layers
-        for module in layers.modules():
-            if whole or isinstance(module, torch.nn.Linear):
+        for module in self._model.model.layers.modules():
+            if isinstance(module, torch.nn.Linear):
                 module.to(dtype)
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class Engine:
         ids = prompts.repeat_interleave(group, 0)
         given, cache, columns, masks = ids, None, [], []
         ended = torch.zeros(len(ids), dtype=torch.bool)
-        with self._precision():
+        with torch.autocast("cpu", dtype=self._dtype, cache_enabled=False):
             for _ in range(limit):
                 out = self._model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 cache = out.past_key_values
@@ -76,6 +76,3 @@ class Engine:
                     break
         mask = torch.stack(masks, 1)
         return Rollout(ids, torch.stack(columns, 1), mask, mask.sum(1))
-
-    def _precision(self) -> AbstractContextManager[None]:
-        return torch.autocast("cpu", dtype=self._dtype, enabled=not self._whole, cache_enabled=False)

@@ -47,7 +47,7 @@ def train(policy: Policy, variant: Variant, eps: float, seed: int, setting: Sett
     generator = torch.Generator().manual_seed(seed)
     model = copy.deepcopy(policy.model).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.rate, weight_decay=0.0)
-    engine = Engine(policy, DTYPES[variant.rollout], variant.whole)
+    engine = Engine(policy, DTYPES[variant.rollout])
     run = watch(
         model=model, optimizer=optimizer, runs=runs, name=name, clip=variant.clip(eps), shadow=variant.rollout,
         probes={"shadow": 1, "deployed": 1}, gradloc="off", sinks=(), text="none",

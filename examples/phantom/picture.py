@@ -35,10 +35,9 @@ COLOURS = {
 
 
 def draw(runs: Sequence[Found], main_eps: float, path: Path) -> None:
-    """All panels as one SVG. Runs at another width than the main one are dashed; those marked * are left out."""
+    """All panels as one SVG. Runs at another width than the main one are dashed."""
     figure, axes = plt.subplots(4, 2, figsize=(9, 10), sharex=True, layout="constrained")
-    shown = sorted((run for run in runs if not run.key.endswith("*")), key=_group)
-    for (key, eps), members in groupby(shown, key=_group):
+    for (key, eps), members in groupby(sorted(runs, key=_group), key=_group):
         some = list(members)
         dashed = eps not in (0.0, main_eps)
         label = key if eps == 0.0 else f"{key}, eps {eps:g}"

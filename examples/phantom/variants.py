@@ -55,7 +55,6 @@ class Variant:
         loss: of each token.
         clean: the loss wants the shadow's log-probs.
         bounds: (eps_low, eps_high) where the width of the experiment is not meant; infinity is no bound.
-        whole: the engine keeps everything in its precision; see `engine.Engine`.
         scale: loss scale.
     """
 
@@ -66,7 +65,6 @@ class Variant:
     rollout: Literal["bf16", "fp16"] = "bf16"
     clean: bool = False
     bounds: tuple[float, float] | None = None
-    whole: bool = False
     scale: float = 1.0
 
     def clip(self, eps: float) -> ClipSpec:
@@ -89,6 +87,3 @@ G = Variant("G", "FP32 training, clean ratio", "fp32", _clean, clean=True)
 WIDE_EPS = Variant("wide", "FP32 training, clip of a factor of 5", "fp32", _wide, bounds=WIDE)
 DETACH = Variant("detach", "FP32 training, detached weight, no clip", "fp32", _detach, bounds=NO_BOUND)
 FP16 = Variant("FP16", "FP16 on both sides", "fp16", _clipped, rollout="fp16", scale=1024.0)
-A_WHOLE = Variant("A*", "as A, the engine BF16 throughout", "bf16", _clipped, whole=True)
-B_WHOLE = Variant("B*", "as B, the engine BF16 throughout", "fp32", _clipped, whole=True)
-G_WHOLE = Variant("G*", "as G, the engine BF16 throughout", "fp32", _clean, clean=True, whole=True)
