@@ -211,7 +211,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "phantom_fraction",
         _PHANTOM,
-        MeanAbove(0.05, steps=8),
+        # Experiment 1 (docs/experiments): 3.8% and 4.7% in mismatched runs, 0 by construction in all others.
+        MeanAbove(0.03, steps=8),
         "worker",
         "warning",
         "Precision mismatch: phantom clipping. The gap of precision clips tokens that the policy did not move.",

@@ -66,6 +66,14 @@ def test_quick_runs_show_what_each_is_made_for(quick: Path) -> None:
     assert max(floor) < 0.005, "at equal weights the engine rounds as the shadow does"
 
 
+def test_report_judges_the_stored_metrics_as_the_run_itself_did(quick: Path) -> None:
+    recorded = json.loads((quick / "phantom_clipping.json").read_text())["parts"]["quick"]["runs"]
+    for run in recorded:
+        with run_of(quick, run["key"]) as store:
+            live = [e.step for e in store.events("spike") if e.data["summary"].startswith(VERDICT)]
+        assert run["called"] == min(live, default=None), run["key"]
+
+
 def test_quick_report_is_written(quick: Path) -> None:
     page = (quick / "phantom_clipping.md").read_text()
     assert "python examples/phantom_clipping.py --quick" in page.splitlines()[2], "the command stands on top"

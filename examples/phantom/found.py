@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from phantom.variants import Variant
-from seismograd import RunStore
+from seismograd import RunStore, Spike
+from seismograd.telemetry.detector import Detector, measured
+from seismograd.telemetry.rules import RULES
 
 VERDICT = "Precision mismatch: phantom clipping"
 SERIES: dict[str, tuple[str, dict[str, str]]] = {
@@ -43,8 +45,8 @@ class Found:
         seed: of the run.
         reward: by step, the mean over the step's completions; the loop's own.
         series: by short name, (step, value) as stored.
-        called: the step at which the rule table called it phantom clipping, or None.
-        others: the other signals that fired.
+        called: the step at which the rule table calls it phantom clipping, or None.
+        others: the other signals that fire.
     """
 
     key: str
@@ -106,9 +108,9 @@ def read(folder: Path, variant: Variant, eps: float, seed: int) -> Found:
         faults = [event.message for event in store.events("fault")]
         if faults:
             raise RuntimeError(f"{folder}: {faults[0]}")
-        spikes = store.events("spike")
+        spikes = judged(store)
         series = {name: store.series(metric, **labels) for name, (metric, labels) in SERIES.items()}
-    called = [event.step for event in spikes if event.data["summary"].startswith(VERDICT)]
+    called = [spike.step for spike in spikes if spike.summary.startswith(VERDICT)]
     return Found(
         key=variant.key,
         what=variant.what,
@@ -117,5 +119,14 @@ def read(folder: Path, variant: Variant, eps: float, seed: int) -> Found:
         reward=json.loads((folder / "rewards.json").read_text()),
         series=series,
         called=min(called, default=None),
-        others=sorted({event.data["signal"] for event in spikes if not event.data["summary"].startswith(VERDICT)}),
+        others=sorted({spike.signal for spike in spikes if not spike.summary.startswith(VERDICT)}),
     )
+
+
+def judged(store: RunStore) -> list[Spike]:
+    """What the present rule table finds in the stored metrics, row by row as the run's own worker did.
+
+    A run that was made under the same table has the same spikes among its events.
+    """
+    detector = Detector([rule for rule in RULES if rule.judged == "worker"])
+    return [spike for row in store.rows() for spike in detector.judge(row.step, measured(row.readings))]
