@@ -1,7 +1,7 @@
 """Experiment 1: phantom clipping on a CPU, from the published recipe. Results: docs/experiments/phantom_clipping.md
 
     python examples/phantom_clipping.py              # the small model, all runs, three seeds: half an hour
-    python examples/phantom_clipping.py --smollm2    # SmolLM2-135M-Instruct: A, B and G, one seed: 20 minutes
+    python examples/phantom_clipping.py --smollm2    # SmolLM2-135M-Instruct: A, B and G, one seed: 25 minutes
     python examples/phantom_clipping.py --quick      # a smoke test, 30 s, written to RUNS
 
 The times are those of one core that others share. Needs the extra "experiments" (pip install -e '.[experiments]').

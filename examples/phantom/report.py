@@ -24,6 +24,7 @@ from seismograd.telemetry.rules import RULES
 
 NAME = "phantom_clipping"
 FLAGS = {"small": "", "smollm2": " --smollm2", "quick": " --quick"}
+WORDS = {True: "**yes**", False: "**no**", None: "cannot tell"}
 ORDER = ("B", "A", "G", "F", "wide", "detach", "FP16")
 INTRODUCTION = """
 Does the gap of precision between an FP32 trainer and a BF16 rollout engine keep PPO's clip from learning, and does the
@@ -107,10 +108,7 @@ def _part(name: str, content: dict[str, Any]) -> str:
         _table(found),
         f"![by step]({NAME}_{name}.svg)",
     ]
-    rows = [
-        (f.published, f.here, f"{'**yes**' if f.holds else '**no**'} ({f.criterion})")
-        for f in findings(Runs(found, main))
-    ]
+    rows = [(f.published, f.here, f"{WORDS[f.holds]} ({f.criterion})") for f in findings(Runs(found, main))]
     sections += [f"Published findings, at eps {main:g}:", _markdown(("published", "here", "reproduces?"), rows)]
     return "\n\n".join(sections)
 
@@ -118,9 +116,9 @@ def _part(name: str, content: dict[str, Any]) -> str:
 def _in_short(content: dict[str, Any]) -> str:
     judged = findings(Runs([Found.from_json(run) for run in content["runs"]], _main_eps(content)))
     lines = [f"{content['policy']}:", ""]
-    for verdict, holds in (("reproduces", True), ("**does not reproduce**", False)):
+    for verdict, holds in (("reproduces", True), ("**does not reproduce**", False), ("cannot tell", None)):
         lines += [
-            f"- {verdict}: {f.published}" for f in judged if f.holds == holds and not f.published.startswith(OURS)
+            f"- {verdict}: {f.published}" for f in judged if f.holds is holds and not f.published.startswith(OURS)
         ]
     lines += [f"- {'' if f.holds else 'not so: '}{f.published}" for f in judged if f.published.startswith(OURS)]
     return "\n".join(lines)
