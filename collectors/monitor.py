@@ -473,7 +473,7 @@ class StepMonitor:
                     warn(change.message)
             if step.applied is not None:
                 message = f"step {step.number}: layerclip {step.applied.sentence}"
-                self._hub.event(Event("control", message, step.number, data={"control": "layerclip", "acted": True}))
+                self._hub.event(Event("action", message, step.number, data={"control": "layerclip"}))
 
     def _say_once(self, message: str, ranks: Ranks) -> None:
         if message not in self._said:

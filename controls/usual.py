@@ -81,9 +81,11 @@ class Peers:
         self._reach: Values = np.zeros(0)
         self._recent: Values = np.zeros((_RECENT, 0))
         self._own: Values = np.zeros((_RECENT, 0))
+        self._leapt: Flags = np.zeros(0, dtype=np.bool_)  # in the step that was judged last, beside the others
         self._since = 0
 
     def judge(self, norms: Values) -> tuple[Values, Values]:
+        self._leapt = np.zeros(len(norms), dtype=np.bool_)
         usable = np.isfinite(norms) & (norms > 0) & np.isfinite(self._median)
         unknown = np.full_like(norms, np.nan)
         if usable.sum() < FEWEST:
@@ -95,8 +97,8 @@ class Peers:
         leap = self._recent.max(axis=0) + _LEAP - self._median
         threshold = level * np.exp(np.maximum(self._reach, leap))
         with np.errstate(invalid="ignore"):
-            beyond = np.flatnonzero(norms > threshold)
-        for i in beyond:
+            self._leapt = norms > threshold
+        for i in np.flatnonzero(self._leapt):
             own = self._own[np.isfinite(self._own[:, i]), i]
             if len(own):
                 threshold[i] = max(threshold[i], float(np.exp(np.median(own) + _LEAP)))
@@ -113,7 +115,7 @@ class Peers:
         self._rho.next[columns] += 1
         # Nothing is beyond a threshold while warming up: what is seen then may be an explosion too.
         honest = usable & ~beyond & np.isfinite(self._median)
-        self._recent = np.vstack([self._recent[1:], np.where(honest, rho, -np.inf)])
+        self._recent = np.vstack([self._recent[1:], np.where(honest & ~self._leapt, rho, -np.inf)])
         self._own = np.where(honest, np.vstack([self._own[1:], logs]), self._own)
         self._since += 1
         starting = (self._rho.next[columns] <= 2 * self._settings.warmup).any()

@@ -15,6 +15,7 @@ _LOUD = {
     "incident": "bold red",
     "fault": "bold red",
     "control": "bold green",
+    "action": "green",
     "degraded": "yellow",
     "gap": "yellow",
     "note": "dim",

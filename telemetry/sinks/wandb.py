@@ -85,7 +85,7 @@ class WandbSink:
         run = self._current(start=False)
         if run is not None and event.kind == "incident" and event.data["culprits"]:
             self._incident(run, event)
-        if run is not None and event.kind == "control" and "after" in event.data:
+        if run is not None and event.kind == "control":
             title = f"seismograd: {event.data['control']} is {event.data['after']}"
             run.alert(title=title, text=event.message, level="WARN")
         if run is None or event.kind != "spike" or event.data.get("repeat"):
