@@ -75,6 +75,8 @@ class ConsoleSink:
         elif event.kind == "control":
             self.seen.changes.append(event)
             self._out.print(f"CONTROL {event.message}", style=_LOUD["control"])
+        elif event.kind == "action":
+            self._out.print(f"ACTION {event.message}", style=_LOUD["action"])
         elif event.kind in _LOUD:
             self._out.print(f"{event.kind}: {event.message}", style=_LOUD[event.kind])
 
