@@ -78,6 +78,7 @@ class Spec:
         seed: of everything random.
         size: the fault's strength, in its own unit.
         micro_batches, rows, length: of the step: micro_batches * rows sequences of `length` completion tokens.
+        data: seed of all but the model, for further steps of one model; `seed` where None.
     """
 
     fault: str
@@ -87,6 +88,7 @@ class Spec:
     micro_batches: int = 2
     rows: int = 8
     length: int = 48
+    data: int | None = None
 
     @property
     def name(self) -> str:
@@ -177,7 +179,7 @@ def sampled(net: PreTrainedModel, rows: int, length: int) -> Tensor:
 def plan(spec: Spec) -> Plan:
     """An honest step."""
     net = model(spec.model, spec.seed).train()
-    torch.manual_seed(1000 + spec.seed)
+    torch.manual_seed(1000 + (spec.seed if spec.data is None else spec.data))
     older = {name: p.detach().clone() for name, p in net.named_parameters()}
     ids = sampled(net, spec.micro_batches * spec.rows, spec.length)
     with torch.no_grad():

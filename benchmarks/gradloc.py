@@ -3,6 +3,7 @@
 python -m benchmarks.gradloc             # about half an hour; writes benchmarks/results/gradloc.md and .json
 python -m benchmarks.gradloc --smollm2   # on a real language model as well
 python -m benchmarks.gradloc --quick     # a few minutes, to see that it runs
+python -m benchmarks.gradloc --only memory --only dormant    # these parts anew, the others as they are
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks import dormant, memory
 from benchmarks.bank import FAULTS, MODELS, Case, Spec, make, slow_specs, specs
-from benchmarks.report import Finding, Report, table
+from benchmarks.report import Finding, Parts, Report, table
 from seismograd.gradloc import Bisection, Incident, ModelReplay, localize
 from seismograd.gradloc.vectors import less, norm_of
-from seismograd.telemetry.forward_state import ForwardState
 
 INFLUENCE = 0.1  # of |G|: a planted token with less of it is none that a localisation has to name
+TITLE = "GradLoc on the incident bank"
 SIZES = {"4k": 8, "16k": 32, "64k": 128}  # sequences of 512 tokens in one micro-batch
 
 
@@ -53,26 +55,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few incidents: the figures mean little")
     parser.add_argument("--smollm2", action="store_true", help="also on SmolLM2-135M-Instruct (make demo installs it)")
+    parser.add_argument("--only", action="append", choices=PARTS, help="measure this part anew, and leave the others")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    report = Report(
-        "GradLoc on the incident bank",
-        " ".join(["python -m benchmarks.gradloc", *(sys.argv[1:] if argv is None else argv)]),
-    )
-    bank(report, specs(1 if args.quick else 3), "")
-    if args.smollm2:
-        bank(report, slow_specs(), ", SmolLM2-135M-Instruct")
-    curve(report, seeds=1 if args.quick else 4)
-    cost(report, repeats=1 if args.quick else 3, sizes=dict(list(SIZES.items())[: 1 if args.quick else 3]))
-    memory(report, rows=8 if args.quick else 32)
-    dormant(report, times=200 if args.quick else 2_000)
-    if args.quick:
-        report.notes.insert(0, "A quick run: too few incidents for its figures to mean much.")
-    report.write(args.out, "gradloc")
-    print(report.markdown())
-    failed = [f.what for f in report.findings if f.passed is False]
+    given = sys.argv[1:] if argv is None else list(argv)
+    shown = [word for i, word in enumerate(given) if "--out" not in (word, given[i - 1] if i else "")]
+    command = " ".join(["python -m benchmarks.gradloc", *shown])
+    found = Parts.read(TITLE, args.out, "gradloc") if args.only else Parts(TITLE, {})
+    for name in args.only or [part for part in PARTS if part != "smollm2" or args.smollm2]:
+        report = Report(TITLE, command)
+        if args.quick:
+            report.notes.append(f"{name}: a quick run, too small for its figures to mean much.")
+        PARTS[name](report, args.quick)
+        found.parts[name] = report
+    found.parts = {name: found.parts[name] for name in PARTS if name in found.parts}
+    found.write(args.out, "gradloc")
+    print(found.markdown())
+    failed = [f.what for f in found.findings if f.passed is False]
     print(f"\n{'every target is met' if not failed else 'MISSED: ' + '; '.join(failed)}; written to {args.out}")
 
 
@@ -238,56 +239,6 @@ def cost(report: Report, repeats: int, sizes: dict[str, int]) -> None:
     ]  # fmt: skip
 
 
-def memory(report: Report, rows: int) -> None:
-    """Peak resident memory of a localisation above that of the step's own forward and backward, one after the other."""
-    clear = Path("/proc/self/clear_refs")
-    if not clear.exists():
-        report.notes.append("memory: not measured, this system has no /proc/self/clear_refs")
-        return
-    case = make(Spec("ratio", "llama", 0, 1e4, micro_batches=1, rows=rows, length=504))
-    size = sum(p.numel() * p.element_size() for p in case.model.parameters()) / 2**20
-    peaks = {}
-    ways: dict[str, Callable[[], object]] = {
-        "step": lambda: _step(case),
-        "localisation": lambda: localize(case.batches, case.model, method="attribution"),
-    }
-    for what, run in ways.items():
-        run()
-        clear.write_text("5")
-        run()
-        peaks[what] = _peak()
-    above = peaks["localisation"] - peaks["step"]
-    report.findings.append(
-        Finding(
-            "peak memory of a localisation over that of the step", "at most one copy of what a forward needs",
-            f"{above:+.0f} MB; the step's peak is {peaks['step']:.0f} MB, the trained parameters are {size:.1f} MB",
-            above <= size, {**peaks, "parameters": size},
-        )
-    )  # fmt: skip
-
-
-def _peak() -> float:
-    """Megabytes, since the last reset."""
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
-    return int(line.split()[1]) / 1024
-
-
-def dormant(report: Report, times: int) -> None:
-    """What GradLoc needs before anything has spiked: the random numbers' state at each training forward."""
-    seconds = []
-    for _ in range(times):
-        since = time.thread_time_ns()
-        ForwardState.take(torch.device("cpu"))
-        seconds.append((time.thread_time_ns() - since) / 1e3)
-    low, median, high = np.quantile(seconds, [0.025, 0.5, 0.975])
-    report.findings.append(
-        Finding(
-            "dormant: training thread's time a micro-batch", "at most 100 µs",
-            f"{median:.1f} µs [{low:.1f}, {high:.1f}]", bool(median <= 100), {"median": median, "range": [low, high]},
-        )
-    )  # fmt: skip
-
-
 def _step(case: Case) -> None:
     """The step's own forward and backward, into gradients of its own."""
     (batch,) = case.batches
@@ -315,6 +266,19 @@ def _counts(counter: Counter[str]) -> str:
 def _most(what: str, values: Sequence[float], bound: float) -> Finding:
     measured = ", ".join(f"{x:.2f}" for x in values)
     return Finding(what, f"at most {bound:.1f} at each size", measured, max(values) <= bound, {"values": list(values)})
+
+
+PARTS: dict[str, Callable[[Report, bool], None]] = {
+    "bank": lambda report, quick: bank(report, specs(1 if quick else 3), ""),
+    "smollm2": lambda report, _: bank(report, slow_specs(), ", SmolLM2-135M-Instruct"),
+    "curve": lambda report, quick: curve(report, seeds=1 if quick else 4),
+    "cost": lambda report, quick: cost(report, 1 if quick else 3, dict(list(SIZES.items())[: 1 if quick else 3])),
+    "memory": lambda report, quick: memory.measure(report, repeats=1 if quick else 2),
+    "dormant": lambda report, quick: dormant.measure(
+        report, pairs=50 if quick else 1_500, times=200 if quick else 2_000
+    ),
+}
+"""Each can be measured apart."""
 
 
 if __name__ == "__main__":

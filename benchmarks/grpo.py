@@ -45,8 +45,15 @@ class EngineTrainer(GRPOTrainer):  # type: ignore[misc]
         return out
 
 
+LEAST = 14
+"""Steps of the shortest run."""
+
+
 class TimeLimit(TrainerCallback):  # type: ignore[misc]
-    """Ends training after so many seconds, so that a busy machine gives fewer steps and not a longer wait."""
+    """Ends training after so many seconds, so that a busy machine gives fewer steps and not a longer wait.
+
+    Not before `LEAST` steps: with fewer there is nothing to make a figure of.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -55,13 +62,13 @@ class TimeLimit(TrainerCallback):  # type: ignore[misc]
         self._end = time.monotonic() + self._seconds
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= time.monotonic() > self._end
+        control.should_training_stop |= time.monotonic() > self._end and state.global_step >= LEAST
 
 
 def trainer(folder: Path, steps: int, seconds: float) -> EngineTrainer:
     """A trainer of so many steps, each of 8 completions of 64 characters, that stops early after so many seconds."""
     torch.manual_seed(0)
-    tokenizer = _tokenizer()
+    tokenizer = character_tokenizer()
     model = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=len(tokenizer),
@@ -109,7 +116,7 @@ def parameters(trainer: EngineTrainer) -> int:
     return sum(p.numel() for p in trainer.model.parameters())
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def character_tokenizer() -> PreTrainedTokenizerFast:
     """One token a character."""
     vocabulary = ["<pad>", "<eos>", "<unk>", *"0123456789abcdefghijklmnopqrstuvwxyz +-*/=?.,"]
     tok = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))

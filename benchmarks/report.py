@@ -43,22 +43,29 @@ class Report:
     """Everything of one run of a benchmark."""
 
     title: str
-    command: str
+    command: str = ""
     findings: list[Finding] = field(default_factory=list)
     tables: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=lambda: machine())
 
-    def markdown(self) -> str:
-        """The report as a document."""
+    @property
+    def where(self) -> str:
+        """How and where it was measured, in a sentence."""
         m = self.machine
         versions = ", ".join(f"{name} {version}" for name, version in m["versions"].items())
+        return (
+            f"`{self.command}`, {m['date']}. {m['cpu']}, {m['threads']} of its cores torch's, load average "
+            f"{m['load']:.1f} at the start; {m['system']}, Python {m['python']}; {versions}."
+        )
+
+    def markdown(self) -> str:
+        """The report as a document."""
         rows = [(f.what, f.target, f.measured, f.verdict) for f in self.findings]
         return "\n\n".join(
             [
                 f"# {self.title}",
-                f"`{self.command}`, {m['date']}. {m['cpu']}, {m['cores']} cores, {m['threads']} of them torch's, "
-                f"load average {m['load']:.1f} at the start; {m['system']}, Python {m['python']}; {versions}.",
+                self.where,
                 table(("what", "target", "measured", "verdict"), rows),
                 *self.tables,
                 *(["\n".join(f"- {note}" for note in self.notes)] if self.notes else []),
@@ -70,8 +77,61 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.md").write_text(self.markdown() + "\n")
         findings = [asdict(f) | {"verdict": f.verdict} for f in self.findings]
-        content = {"command": self.command, "machine": self.machine, "findings": findings, "notes": self.notes}
+        content = {
+            "command": self.command, "machine": self.machine, "findings": findings, "tables": self.tables,
+            "notes": self.notes,
+        }  # fmt: skip
         (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+@dataclass
+class Parts:
+    """A report of parts that can be measured apart, each with its own command, date and load."""
+
+    title: str
+    parts: dict[str, Report]
+
+    @classmethod
+    def read(cls, title: str, folder: Path, name: str) -> Parts:
+        """What NAME.json holds; no part where there is no such file."""
+        file = folder / f"{name}.json"
+        held = json.loads(file.read_text())["parts"] if file.is_file() else {}
+        parts = {}
+        for part, content in held.items():
+            findings = [Finding(**{k: x for k, x in f.items() if k != "verdict"}) for f in content["findings"]]
+            parts[part] = Report(title, **{**content, "findings": findings})
+        return cls(title, parts)
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [finding for report in self.parts.values() for finding in report.findings]
+
+    def markdown(self) -> str:
+        """All parts as one document."""
+        measured: dict[str, list[str]] = {}
+        for part, report in self.parts.items():
+            measured.setdefault(report.where, []).append(part)
+        rows = [(f.what, f.target, f.measured, f.verdict) for f in self.findings]
+        notes = [note for report in self.parts.values() for note in report.notes]
+        return "\n\n".join(
+            [
+                f"# {self.title}",
+                *(f"{', '.join(parts)}: {where}" for where, parts in measured.items()),
+                table(("what", "target", "measured", "verdict"), rows),
+                *(text for report in self.parts.values() for text in report.tables),
+                *(["\n".join(f"- {note}" for note in notes)] if notes else []),
+            ]
+        )
+
+    def write(self, folder: Path, name: str) -> None:
+        """NAME.md and NAME.json in the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.md").write_text(self.markdown() + "\n")
+        parts = {}
+        for part, report in self.parts.items():
+            content = {k: x for k, x in asdict(report).items() if k != "title"}
+            parts[part] = content | {"findings": [asdict(f) | {"verdict": f.verdict} for f in report.findings]}
+        (folder / f"{name}.json").write_text(json.dumps({"parts": parts}, indent=2) + "\n")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -89,7 +149,7 @@ def machine() -> dict[str, Any]:
 
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "cpu": _cpu(),
+        "cpu": f"{os.cpu_count()}-core {_kind()} CPU",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -108,11 +168,5 @@ def _installed(name: str) -> bool:
     return True
 
 
-def _cpu() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+def _kind() -> str:
+    return "x86" if platform.machine() in ("x86_64", "AMD64") else platform.machine()

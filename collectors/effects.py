@@ -16,7 +16,8 @@ def control_readings(payload: StepPayload) -> list[Reading]:
     """The controls' states, and the scale of each layer: as applied, or as it would have been."""
     found = [Reading("control_state", float(state), {"control": name}) for name, state in payload.controls.items()]
     if payload.scales is not None:
-        pairs = zip(payload.scales.units, payload.scales.scales, strict=True)
+        left = payload.scales.scales if payload.scales.finite else np.zeros(len(payload.scales.units))
+        pairs = zip(payload.scales.units, left, strict=True)
         found += [Reading("layerclip_scale", float(scale), {"layer": unit}) for unit, scale in pairs]
     return found
 
@@ -24,16 +25,13 @@ def control_readings(payload: StepPayload) -> list[Reading]:
 def what_if_readings(table: TokenTable) -> list[Reading]:
     """The share of trained tokens whose weight each ratio control would change, at its default bounds.
 
-    The ratio is that of the policy to the engine, as the loss knows it: of the trainer's recompute where the loss has
-    one for its reference, else of the forward. Without an engine's log-probs there is nothing that they compare with.
+    The ratio is that of the trained policy to the engine, exp(logp - rollout_logp). Without an engine's log-probs there
+    is nothing that these controls compare with.
     """
     if not table.engine or table.rollout_logp is None or not table.trained.any():
         return []
-    recomputed = table.old_logp is not None and not np.array_equal(table.old_logp, table.rollout_logp, equal_nan=True)
-    policy = table.old_logp if recomputed else table.logp
-    assert policy is not None
     trained = torch.from_numpy(table.trained)
-    log_ratio = torch.where(trained, torch.from_numpy(policy - table.rollout_logp).nan_to_num(nan=0.0), 0.0)
+    log_ratio = torch.where(trained, torch.from_numpy(table.logp - table.rollout_logp).nan_to_num(nan=0.0), 0.0)
     tokens = {"tis": tis(log_ratio) != log_ratio.exp(), "icepop": icepop(log_ratio) == 0}
     found = {name: float(touched[trained].double().mean()) for name, touched in tokens.items()}
     if table.sequences_known:

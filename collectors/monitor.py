@@ -12,8 +12,9 @@ is done even if all of ours fails.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -43,6 +44,9 @@ from seismograd.telemetry.ranks import Alone, Ranks
 from seismograd.telemetry.records import ClipSpec, Event, Spike, TokenBatch
 
 T = TypeVar("T")
+
+OF_THE_LOSS = ("tokenclip", "seqclip", "cleanratio")
+"""Controls that act in the loss."""
 
 
 class Outlet(Protocol):
@@ -144,6 +148,9 @@ class StepMonitor:
         self._ranks: Ranks | None = None
         self._step: Step | None = None
         self._seconds: dict[str, float] = {}
+        self._taken: list[tuple[Tensor, Tensor | None]] = []
+        self._idle: set[str] = set()
+        self._said: set[str] = set()
 
     @property
     def spikes(self) -> tuple[Spike, ...]:
@@ -189,9 +196,26 @@ class StepMonitor:
     def acting(self) -> frozenset[str]:
         """Controls of the loss that act in the step in progress."""
         protector = self._protector
-        if protector is None or not self.collecting or not self._faults.working("loss_controls"):
+        if protector is None or not self.collecting:
             return frozenset()
-        return frozenset(name for name in ("tokenclip", "seqclip", "cleanratio") if protector.on(name))
+        return frozenset(name for name in OF_THE_LOSS if protector.on(name) and self._faults.working(name))
+
+    def idle(self, controls: Collection[str]) -> None:
+        """These are on, and have nothing that they could act on."""
+        self._idle.update(controls)
+
+    def _states(self) -> dict[str, State]:
+        """What the controls really do: one that has failed or has nothing to act on only looks on."""
+        if self._protector is None:
+            return {}
+        parts = {"layerclip": ("layerclip", "layerclip_apply")}
+        return {
+            name: State.OBSERVING
+            if state > State.OBSERVING
+            and (name in self._idle or not all(self._faults.working(p) for p in parts.get(name, (name,))))
+            else state
+            for name, state in self._protector.states.items()
+        }
 
     @property
     def policy(self) -> Policy:
@@ -199,12 +223,12 @@ class StepMonitor:
         return Policy.of("off") if self._protector is None else self._protector.policy
 
     @property
-    def withheld(self) -> bool:
+    def looks_on(self) -> bool:
         """Whether layers of the step in progress are out of proportion, and LayerClip could not act though it may."""
         step, protector = self._step, self._protector
         if step is None or protector is None or step.scales is None or not step.scales.acts or step.applied is not None:
             return False
-        return not step.clipped and protector.states["layerclip"] in (State.ARMED, State.ON)
+        return not step.clipped and self._states()["layerclip"] in (State.ARMED, State.ON)
 
     def add(self, batch: TokenBatch) -> int | None:
         """Keep a micro-batch until the step ends; its position, for `caught`, or None where no step collects."""
@@ -241,7 +265,8 @@ class StepMonitor:
         """
         norms: Norms | None = None
         with self._faults.fence("step"):
-            norms = self._prepare(parameters, clipping=True)
+            # A bound of infinity only reads the norms, and nothing is to be clipped by layer either.
+            norms = self._prepare(parameters, clipping=True, bounded=math.isfinite(max_norm))
         if norms is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         clipped = self._layers_clipped(norms)
@@ -254,13 +279,33 @@ class StepMonitor:
     def _layers_clipped(self, norms: Norms) -> Norms | None:
         """The norms once LayerClip has acted: the same where it does not, None where they have to be read anew."""
         step = self._step
-        if step is None or step.applied is None:
+        if step is None or step.applied is None or not step.applied.finite or step.acted:
             return norms
-        scales, step.applied = step.applied, None
-        with self.guard("layerclip"):
-            apply(scales, norms.parameters)
+        step.acted = True
+        with self.guard("layerclip_apply"):
+            apply(step.applied, norms.parameters)
             return None if norms.sharded else take_norms(norms.parameters)
         return None
+
+    def withhold(self, parameters: Sequence[Tensor]) -> None:
+        """Before the optimizer steps: take the gradients of a step away that is to be skipped, until `give_back`.
+
+        So the optimizer leaves weights and moments as they are, and nobody else misses a gradient.
+        """
+        step = self._step
+        if step is not None and step.applied is not None and not step.applied.finite:
+            with self.guard("layerclip_skip"):
+                self._taken = [(p, p.grad) for p in parameters if p.grad is not None]
+                for p, _ in self._taken:
+                    p.grad = None
+
+    def give_back(self) -> None:
+        """After the optimizer has stepped."""
+        with self.guard("layerclip_skip"):
+            for p, gradient in self._taken:
+                if p.grad is None:
+                    p.grad = gradient
+            self._taken = []
 
     def before_optimizer(self, parameters: Sequence[Tensor], scale: Tensor | None = None) -> None:
         """The last moment before the weights move; a step that has clipped has been judged already.
@@ -281,7 +326,11 @@ class StepMonitor:
                 self._end(step)
 
     def _prepare(
-        self, parameters: Sequence[Tensor], clipping: bool = False, scale: Tensor | None = None
+        self,
+        parameters: Sequence[Tensor],
+        clipping: bool = False,
+        scale: Tensor | None = None,
+        bounded: bool = False,
     ) -> Norms | None:
         """Probe, read the norms, transfer and judge, once a step, before the optimizer step.
 
@@ -289,6 +338,7 @@ class StepMonitor:
             parameters: those that are trained.
             clipping: the caller clips with the norms, so that reading them is not a cost of ours.
             scale: see `before_optimizer`.
+            bounded: and does so with a finite bound, so that LayerClip may act.
         """
         step = self._step
         first = step is not None and not step.prepared
@@ -302,7 +352,7 @@ class StepMonitor:
                 if norms is not None and scale is not None:
                     norms = norms.unscaled(scale)
         if step is not None and first:
-            self._judge(step, norms, 1.0 if scale is None else float(scale), clipping)
+            self._judge(step, norms, 1.0 if scale is None else float(scale), bounded)
         return norms
 
     def _end(self, step: Step) -> None:
@@ -327,7 +377,7 @@ class StepMonitor:
                     probe_ages=self._probes.ages(step.number),
                     deployed=step.deployed,
                     explained=step.explained,
-                    controls={} if self._protector is None else dict(self._protector.states),
+                    controls=self._states(),
                     scales=step.scales,
                 )
             )
@@ -390,7 +440,7 @@ class StepMonitor:
         self._protect(step, self._ranks or Alone(), clipping)
 
     def _protect(self, step: Step, ranks: Ranks, clipping: bool) -> None:
-        """Let the controls decide, and say what has changed. LayerClip acts on all ranks or on none.
+        """Let the controls decide, and say what has changed and what acts. LayerClip acts on all ranks or on none.
 
         Args:
             step: judged and explained.
@@ -402,13 +452,18 @@ class StepMonitor:
         if protector is None:
             return
         changes: list[Change] = []
-        acts = False
+        wanted = able = False
         with self.guard("controls"):
             changes = protector.decide(step.number, step.spikes, step.explained, step.scales, clipping)
             overflow = self.overflow_expected and step.scales is not None and not step.scales.finite
-            acts = protector.on("layerclip") and clipping and not overflow and self._faults.working("layerclip")
+            wanted = protector.on("layerclip") and clipping and not overflow
+            able = self._faults.working("layerclip") and self._faults.working("layerclip_apply")
         if step.scales is not None and step.scales.acts:  # they are rank 0's: all ranks come here, or none
-            step.applied = step.scales if all(self._shared(ranks, acts)) else None
+            everybody = self._shared(ranks, (wanted, able))
+            if everybody[0][0] and all(each for _, each in everybody):
+                step.applied = step.scales
+            elif everybody[0][0]:
+                self._say_once("LayerClip is on and cannot act: it has failed on one of the ranks", ranks)
         with self.guard("controls"):
             if step.explained is not None:
                 step.explained = protector.told(step.explained, step.scales, changes, step.applied is not None)
@@ -416,6 +471,16 @@ class StepMonitor:
                 self._hub.event(Event("control", change.message, step.number, data=change.data))
                 if ranks.rank == 0:
                     warn(change.message)
+            if step.applied is not None:
+                message = f"step {step.number}: layerclip {step.applied.sentence}"
+                self._hub.event(Event("action", message, step.number, data={"control": "layerclip"}))
+
+    def _say_once(self, message: str, ranks: Ranks) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._hub.event(Event("degraded", message))
+            if ranks.rank == 0:
+                warn(message)
 
     def _detect(self, step: Step, ranks: Ranks) -> bool:
         """Judge the step; whether it is to be localised. Rank 0 judges what all have seen, and all do as it says.
@@ -423,7 +488,8 @@ class StepMonitor:
         No fault of one rank keeps it from what the others wait for.
         """
         localiser = self._localiser if self._faults.working("gradloc") else None
-        mine = _Seen({}, able=localiser is not None and bool(step.batches))
+        able = localiser is not None and bool(step.batches)
+        mine = _Seen({}, able, any(batch.mask.numel() for batch in step.batches))
         if self._faults.working("detect"):
             with self.guard("detect"):
                 mine = replace(mine, measured=measured_in(step, self.overflow_expected))
@@ -432,7 +498,8 @@ class StepMonitor:
             with self.guard("detect"):
                 measured = merged([seen.measured for seen in everybody])
                 step.spikes = tuple(self._detector.judge(step.number, measured))
-        wanted = localiser is not None and all(seen.able for seen in everybody) and localiser.wants(step.spikes)
+        able = all(seen.able for seen in everybody) and any(seen.tokens for seen in everybody)
+        wanted = localiser is not None and able and localiser.wants(step.spikes)
         step.spikes, wanted, step.scales = self._shared(ranks, (step.spikes, wanted, step.scales))[0]
         return wanted
 
@@ -453,7 +520,9 @@ class _Seen:
     Args:
         measured: what its rules look at.
         able: whether it can localise.
+        tokens: whether its share of the step has any.
     """
 
     measured: Mapping[str, Measured]
     able: bool
+    tokens: bool

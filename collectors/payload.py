@@ -90,6 +90,11 @@ class StepPayload:
     scales: LayerScales | None = None
 
     @property
+    def looks_at_ratios(self) -> bool:
+        """Whether a control of ratios is not off."""
+        return any(self.controls.get(name, State.OFF) is not State.OFF for name in ("tokenclip", "seqclip"))
+
+    @property
     def size(self) -> int:
         """Readings that come of it: about 80 of the tokens and the run, and the gradients' series."""
         layers = 0 if self.scales is None else len(self.scales.units)

@@ -106,6 +106,8 @@ class SignalWorker:
         readings: list[Reading] = []
         if payload.tokens is not None:
             for part, compute in _TOKEN_PARTS:
+                if part == "what_if" and not payload.looks_at_ratios:
+                    continue
                 if self._faults.working(part):
                     with self._faults.fence(part):
                         readings += compute(payload.tokens, payload.clips)

@@ -29,7 +29,8 @@ class Step:
         tokens, gradients, spikes, deployed: once they are known.
         explained: the spike's localisation, where one ran.
         scales: what LayerClip makes of the gradients, where it is not off.
-        applied: the same, while it waits to be applied by the clip.
+        applied: the same, where LayerClip acts.
+        acted: it has been applied.
         clipped: whether the clip that we replace came before the optimizer.
     """
 
@@ -45,6 +46,7 @@ class Step:
     explained: Explained | None = None
     scales: LayerScales | None = None
     applied: LayerScales | None = None
+    acted: bool = False
     clipped: bool = False
 
 

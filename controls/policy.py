@@ -135,7 +135,8 @@ class Policy:
         if isinstance(given, Policy):
             return given
         if isinstance(given, str):
-            given = dict.fromkeys(CONTROLS, given)
+            # "auto" for all leaves the one that nothing can switch on to look on.
+            given = {c: "observe" if (c, given) == ("cleanratio", "auto") else given for c in CONTROLS}
         if not isinstance(given, Mapping):
             raise ValueError(f"controls={given!r} cannot be: give a mode, or a mapping such as {{'layerclip': 'auto'}}")
         chosen: dict[str, dict[str, Any]] = {}

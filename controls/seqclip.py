@@ -14,9 +14,9 @@ def mis(
 ) -> Tensor:
     """Masked importance sampling by sequence: 1 where the sequence's ratio lies within [low, high], else 0.
 
-    After Liu et al. 2025, "When Speed Kills Stability" (yingru.notion.site), who mask by the sequence's ratio; the "mean"
-    is its geometric form, which does not grow with the length. Left-out sequences bias the expected gradient towards
-    those on which engine and trainer agree.
+    After Liu et al. 2025, "When Speed Kills Stability" (yingru.notion.site), who mask by the sequence's ratio; the
+    "mean" is its geometric form, which does not grow with the length. Left-out sequences bias the expected gradient
+    towards those on which engine and trainer agree.
 
     Args:
         log_ratio: (B, T) logp - rollout_logp in nats; NaN counts as 0.

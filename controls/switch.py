@@ -98,6 +98,8 @@ class Switch:
         """A step has been judged: hand back where the hold is over. Step numbers may begin anew."""
         if self._mode != "auto" or not self.on or 0 <= step - self._since < self._hold:
             return None
+        if step < self._since:
+            return self._to(State.ARMED, step, "the run's steps are counted anew, and it hands back")
         return self._to(State.ARMED, step, f"it had nothing to do for {self._hold} steps, and hands back")
 
     def state_dict(self) -> dict[str, Any]:

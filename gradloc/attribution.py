@@ -13,8 +13,9 @@ rounding; the ladder goes the way that the curvature says.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,6 +81,7 @@ class Step:
         scale: G = scale * (sum over all ranks' tokens of weight * grad logp): 1 / world size where gradients are
             averaged.
         ranks: the processes that share the step.
+        told: whether an attempt's outcome may quote what an exception says.
     """
 
     batches: Sequence[TokenBatch]
@@ -87,6 +89,11 @@ class Step:
     norm: float
     scale: float
     ranks: Ranks
+    told: bool = True
+
+    def everywhere(self, attempt: Callable[[], Any]) -> tuple[Any, str | None]:
+        """See `seismograd.telemetry.ranks.everywhere`."""
+        return everywhere(self.ranks, attempt, self.told)
 
     @property
     def others(self) -> list[str]:
@@ -118,7 +125,7 @@ def attribute(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]
     distance, tried, before = _FIRST * heaviest * step.scale / step.norm, set[float](), math.inf
     for _ in range(_ATTEMPTS):
         tried.add(distance)
-        found, reason = everywhere(step.ranks, lambda d=distance: _difference(step, replay, d))  # type: ignore[misc]
+        found, reason = step.everywhere(lambda d=distance: _difference(step, replay, d))  # type: ignore[misc]
         if reason is not None:
             return None, [*attempts, Attempt("attribution", reason, forwards=2.0)]
         shares, curved, mismatch = found
@@ -149,7 +156,7 @@ def replayed_part(step: Step, replay: Replay) -> tuple[float | None, Attempt]:
 
     The rest comes from terms of the loss that use the model in other ways: a value head, a regulariser.
     """
-    found, reason = everywhere(step.ranks, lambda: _along_replayed(step, replay))
+    found, reason = step.everywhere(lambda: _along_replayed(step, replay))
     if reason is not None:
         return None, Attempt("whole gradient", reason, None, 1.0, 1.0)
     part = (found if replay.joint else step.ranks.sum([found])[0]) / step.norm
@@ -162,8 +169,9 @@ def _along_replayed(step: Step, replay: Replay) -> float:
         batch = step.batches[min(i, len(step.batches) - 1)]
         weights = {LOGP: step.tokens.weights(i, batch.logp), **(batch.others if i < len(step.batches) else {})}
         scaled = {name: w * step.scale for name, w in weights.items()}
-        for _, gradient in replay.backward(i, [scaled]):
-            found += replay.along(gradient, step.norm)
+        ((_, gradient),) = replay.backward(i, [scaled])
+        found += replay.along(gradient, step.norm)
+        del gradient  # before the next one
     return found
 
 

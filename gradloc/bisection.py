@@ -27,7 +27,6 @@ from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.gradloc.tokens import Ints
 from seismograd.gradloc.vectors import Gradient, root
 from seismograd.telemetry.incidents import Attempt
-from seismograd.telemetry.ranks import everywhere
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def bisect(step: Step, replay: Replay, how: Bisection | None = None) -> tuple[Sh
         return None, [Attempt("bisect", "the parameters are sharded, and ranks cannot search on their own")]
     how = how or Bisection()
     search = _Search(step, replay, how)
-    found, reason = everywhere(step.ranks, search.run)
+    found, reason = step.everywhere(search.run)
     spent = search.probes / max(1, len(step.batches))
     mismatch, cut = step.ranks.max(search.mismatch), step.ranks.max(float(search.cut_short))
     if reason is None and mismatch > (SAME if replay.precise else SAME_ROUNDED):

@@ -14,14 +14,13 @@ from torch.autograd import forward_ad
 from seismograd.gradloc.attribution import MOST, ForeignGradient, Shares, Step, replayed_part, summed
 from seismograd.gradloc.replay import LOGP, Replay
 from seismograd.telemetry.incidents import Attempt
-from seismograd.telemetry.ranks import everywhere
 
 
 def differentiate(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]:
     """The shares by one dual forward, and what came of it: None where the model refuses or the sum is not 1."""
     if replay.joint:
         return None, [Attempt("jvp", "the parameters are sharded, and their gathering has no forward derivative")]
-    shares, reason = everywhere(step.ranks, lambda: _derivative(step, replay))
+    shares, reason = step.everywhere(lambda: _derivative(step, replay))
     if reason is not None:
         return None, [Attempt("jvp", reason, forwards=1.0)]
     shares = summed(step, shares)

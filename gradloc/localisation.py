@@ -24,6 +24,7 @@ from seismograd.gradloc.vectors import root
 from seismograd.gradloc.verdict import Thresholds, Verdict, judge, not_finite
 from seismograd.gradloc.verification import Verification, layer_norms, norm_without, verify
 from seismograd.gradloc.whatif import controls_on
+from seismograd.telemetry.faults import reason
 from seismograd.telemetry.incidents import Attempt, Culprit, Incident
 from seismograd.telemetry.ranks import Alone, Ranks, everywhere
 from seismograd.telemetry.records import TokenBatch
@@ -43,6 +44,7 @@ def localize(
     thresholds: Thresholds | None = None,
     bisection: Bisection | None = None,
     ranks: Ranks | None = None,
+    told: bool = True,
 ) -> Incident:
     """Explain a step's gradient, which stands in .grad, not clipped. Leaves everything as it was, bit for bit.
 
@@ -60,6 +62,8 @@ def localize(
         thresholds: of the verdict.
         bisection: how that method searches.
         ranks: the processes that share the step; this one alone where None.
+        told: whether notes and attempts may quote what an exception says, which may be text of the data; where not,
+            they name its type and where it was raised.
 
     Returns:
         The incident; its `notes` say what could not be done and why. Never raises for what a step or a model holds.
@@ -73,7 +77,7 @@ def localize(
         raise ValueError("localize(): give top_k >= 1, verified >= 0 and a finite grad_scale > 0")
     began = time.perf_counter()
     search = _Localisation(
-        batches, method, grad_scale, top_k, verified, thresholds or Thresholds(), bisection, ranks or Alone()
+        batches, method, grad_scale, top_k, verified, thresholds or Thresholds(), bisection, ranks or Alone(), told
     )
     incident = search.run(replay)
     return replace(incident, seconds=time.perf_counter() - began)
@@ -91,19 +95,20 @@ class _Localisation:
     limits: Thresholds
     bisection: Bisection | None
     ranks: Ranks
+    told: bool
 
     def run(self, replay: Replay | nn.Module | None) -> Incident:
         notes: list[str] = []
-        made, reason = everywhere(self.ranks, lambda: self._replay(replay))
+        made, reason = everywhere(self.ranks, lambda: self._replay(replay), self.told)
         if reason is not None:
             notes.append(f"no replay: {reason}. Tokens are ranked by what is known without one")
-        tokens, reason = everywhere(self.ranks, lambda: Tokens.of(self.batches))
+        tokens, reason = everywhere(self.ranks, lambda: Tokens.of(self.batches), self.told)
         if reason is not None:
             raise ValueError(f"localize(): a micro-batch's columns do not fit each other ({reason})")  # on all ranks
         if made is None:
             return self._without_replay(tokens, notes)
         norm = root(made.norms(made.gradient))
-        step = Step(self.batches, tokens, norm, self.scale, self.ranks)
+        step = Step(self.batches, tokens, norm, self.scale, self.ranks, self.told)
         with made.kept():
             if not math.isfinite(norm):
                 return self._not_finite(step, made, notes)
@@ -141,7 +146,7 @@ class _Localisation:
         if not replay.precise and not len(worth):
             worth = candidates[:1]  # a sum may be right by luck where rounding hides much: hold one token against it
         first = self._first(step, shares.tokens, worth)
-        verification, reason = everywhere(step.ranks, lambda: verify(step, replay, first))
+        verification, reason = step.everywhere(lambda: verify(step, replay, first))
         if reason is not None:
             notes.append(f"not verified: {reason}")
         elif verification.replay_error > 1e-3 and replay.precise:
@@ -185,7 +190,7 @@ class _Localisation:
         return self._incident(step, verdict, shares, "nonfinite", list(found.attempts), notes, replay)
 
     def _without_replay(self, tokens: Tokens, notes: list[str]) -> Incident:
-        step = Step(self.batches, tokens, math.nan, self.scale, self.ranks)
+        step = Step(self.batches, tokens, math.nan, self.scale, self.ranks, self.told)
         if not notes:
             notes.append("no replay was given. Tokens are ranked by what is known without one: loss_weight and ratios")
         bad = bool(sum(self.ranks.sum([float((~np.isfinite(tokens.weight)).sum())])))
@@ -213,7 +218,7 @@ class _Localisation:
         known = {} if verification is None else {v.token: v for v in verification.tokens}
         candidates = self._candidates(step, shares)
         bound = self.limits.silenced_log_ratio
-        own, reason = everywhere(step.ranks, lambda: find(step, shares, candidates, known, bound))
+        own, reason = step.everywhere(lambda: find(step, shares, candidates, known, bound))
         if reason is not None:
             raise RuntimeError(reason)  # on all ranks
         findings: list[Findings] = step.ranks.gather(own)
@@ -243,8 +248,8 @@ class _Localisation:
         firsts: dict[tuple[int, int, int], Culprit] = {}
         for c in mine:
             firsts.setdefault((c.micro_batch, c.row, c.sequence), c)
-        sequences, reason = everywhere(
-            step.ranks, lambda: [sequence_shares(step, shares, c) for c in list(firsts.values())[:4]]
+        sequences, reason = step.everywhere(
+            lambda: [sequence_shares(step, shares, c) for c in list(firsts.values())[:4]]
         )
         if reason is not None:
             sequences, notes = [], [*notes, f"the sequences' shares are missing: {reason}"]
@@ -259,7 +264,7 @@ class _Localisation:
             grad_norm=step.norm,
             culprits=verdict.culprits,
             sequences=tuple(everybody),
-            norms={} if replay is None else layer_norms(replay, replay.gradient),
+            norms={} if replay is None else layer_norms(replay, replay.norms(replay.gradient)),
             # Where no ratio is in the weights, a control of ratios would have done nothing.
             controls=controls_on(verdict.culprits, step.norm) if verdict.kind in ("A.1", "A.2") else {},
             notes=tuple(notes),
@@ -285,7 +290,7 @@ def _explained(step: Step, replay: Replay) -> tuple[NonFinite, str | None]:
     try:
         return explain(step, replay), None
     except Exception as e:
-        return explain(step, None), f"{type(e).__name__}: {e}".splitlines()[0]
+        return explain(step, None), reason(e, step.told)
 
 
 def _by_weight(tokens: Tokens) -> Floats:

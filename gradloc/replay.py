@@ -7,8 +7,9 @@ subtracting a step does not bring back the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,19 @@ from seismograd.telemetry.patching import patched
 from seismograd.telemetry.records import TokenBatch
 
 LOGP = "logp"
+
+
+class Receiver(Protocol):
+    """Takes gradients parameter by parameter, as a backward makes them, so that no whole one has to be held."""
+
+    def accepts(self, logp: Tensor) -> bool:
+        """Whether to go on, from the replayed log-probs, (B, T-1) or (R, T-1), before any backward."""
+
+    def take(self, weighting: int, parameter: int, gradient: Tensor) -> None:
+        """The gradient of one parameter under one of the weightings; it is not to be kept."""
+
+    def restart(self) -> None:
+        """The backward of the first weighting broke off, and begins again."""
 
 
 class Replay(Protocol):
@@ -50,7 +64,11 @@ class Replay(Protocol):
         """
 
     def backward(
-        self, i: int, weights: Sequence[Mapping[str, Tensor]], rows: Sequence[int] | None = None
+        self,
+        i: int,
+        weights: Sequence[Mapping[str, Tensor]],
+        rows: Sequence[int] | None = None,
+        into: Receiver | None = None,
     ) -> Iterator[tuple[Tensor, Gradient]]:
         """For each of the weightings of the outputs: logp (B, T-1) as replayed, and sum(weight * output)'s gradient.
 
@@ -58,12 +76,14 @@ class Replay(Protocol):
             i: the micro-batch.
             weights: by output, of the shapes of the outputs.
             rows: only these are needed, and `by_rows(i)` holds: weights and logp are (R, T-1) then.
+            into: takes the gradients, which come empty then; nothing comes where it does not accept the log-probs. Not
+                where the replay is `joint`.
         """
 
     def by_rows(self, i: int) -> bool:
         """Whether rows of micro-batch `i` can be replayed alone."""
 
-    def norms(self, gradient: Sequence[Tensor | None]) -> Floats:
+    def norms(self, gradient: Iterable[Tensor | None]) -> Floats:
         """(P,) L2 norm of each parameter's gradient, 0 where it has none."""
 
     def along(self, gradient: Sequence[Tensor | None], norm: float) -> float:
@@ -114,7 +134,7 @@ class ModelReplay:
         self._wide = False  # float32 compute, whatever the training's is
         self._set_aside = False  # reentrant checkpointing refuses torch.autograd.grad
 
-    def norms(self, gradient: Sequence[Tensor | None]) -> Floats:
+    def norms(self, gradient: Iterable[Tensor | None]) -> Floats:
         return norms_of(gradient)
 
     def along(self, gradient: Sequence[Tensor | None], norm: float) -> float:
@@ -142,30 +162,72 @@ class ModelReplay:
             return {LOGP: batch.replay()}
 
     def backward(
-        self, i: int, weights: Sequence[Mapping[str, Tensor]], rows: Sequence[int] | None = None
+        self,
+        i: int,
+        weights: Sequence[Mapping[str, Tensor]],
+        rows: Sequence[int] | None = None,
+        into: Receiver | None = None,
     ) -> Iterator[tuple[Tensor, Gradient]]:
-        if self._set_aside:
-            yield from (self._backward_alone(i, w, rows) for w in weights)
-            return
+        if not self._set_aside:
+            try:
+                yield from self._backward_together(i, weights, rows, into)
+                return
+            except _Reentrant:
+                self._set_aside = True
+                if into is not None:
+                    into.restart()
+        for position, weight in enumerate(weights):
+            found = self._backward_alone(i, weight, rows, position, into)
+            if found is None:
+                return
+            yield found
+
+    def _backward_together(
+        self, i: int, weights: Sequence[Mapping[str, Tensor]], rows: Sequence[int] | None, into: Receiver | None
+    ) -> Iterator[tuple[Tensor, Gradient]]:
+        """From one forward."""
         with torch.enable_grad():
             outputs = self.forward(i, rows)
+            logp = outputs[LOGP].detach()
+            if into is not None and not into.accepts(logp):
+                return
             losses = [loss_of(outputs, weight) for weight in weights]
-        for position, loss in enumerate(losses):
+        del outputs
+        for position in range(len(losses)):
             last = position == len(weights) - 1
             try:
-                found = torch.autograd.grad(loss, list(self.parameters), retain_graph=not last, allow_unused=True)
+                with self._passed_on(position, into):
+                    found = torch.autograd.grad(
+                        losses[position], list(self.parameters), retain_graph=not last, allow_unused=True
+                    )
             except RuntimeError as e:
                 if position or "checkpoint" not in str(e).lower():
                     raise
-                self._set_aside = True
-                yield from self.backward(i, weights, rows)
-                return
-            yield outputs[LOGP].detach(), list(found)
+                raise _Reentrant from None
+            yield logp, list(found) if into is None else []
+
+    @contextmanager
+    def _passed_on(self, weighting: int, into: Receiver | None) -> Iterator[None]:
+        """Each parameter's gradient goes to the receiver as soon as it is whole."""
+        if into is None:
+            yield
+            return
+
+        def hook(parameter: int, gradient: Tensor) -> Tensor:
+            into.take(weighting, parameter, gradient)
+            return gradient.new_zeros(()).expand_as(gradient)  # what autograd holds until its end weighs nothing
+
+        handles = [p.register_hook(partial(hook, k)) for k, p in enumerate(self.parameters)]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _backward_alone(
-        self, i: int, weight: Mapping[str, Tensor], rows: Sequence[int] | None
-    ) -> tuple[Tensor, Gradient]:
-        """By .backward(), with the step's gradients set aside meanwhile."""
+        self, i: int, weight: Mapping[str, Tensor], rows: Sequence[int] | None, position: int, into: Receiver | None
+    ) -> tuple[Tensor, Gradient] | None:
+        """By .backward(), with the step's gradients set aside meanwhile. None where the receiver does not accept."""
         # Also of parameters that had none in the step.
         trained = [p for p in self._model.parameters() if p.requires_grad]
         kept = [p.grad for p in trained]
@@ -174,8 +236,17 @@ class ModelReplay:
                 p.grad = None
             with torch.enable_grad():
                 outputs = self.forward(i, rows)
+                logp = outputs[LOGP].detach()
+                if into is not None and not into.accepts(logp):
+                    return None
                 loss_of(outputs, weight).backward()  # type: ignore[no-untyped-call]
-            return outputs[LOGP].detach(), [p.grad for p in self.parameters]
+            if into is None:
+                return logp, [p.grad for p in self.parameters]
+            for parameter, own in enumerate(self.parameters):
+                if own.grad is not None:
+                    into.take(position, parameter, own.grad)
+                    own.grad = None
+            return logp, []
         finally:
             for p, grad in zip(trained, kept, strict=True):
                 p.grad = grad
@@ -287,6 +358,10 @@ class ModelReplay:
             }
             with _swapped(self._model, duals):
                 yield
+
+
+class _Reentrant(Exception):
+    """Reentrant checkpointing refuses torch.autograd.grad."""
 
 
 def _finite(x: Any) -> bool:

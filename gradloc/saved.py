@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seismograd.gradloc.verdict import Thresholds
 from seismograd.telemetry.records import TokenBatch
 
 SAVED_SCHEMA_VERSION = 1
@@ -27,7 +28,9 @@ class SavedError(Exception):
     """A file of saved micro-batches that cannot be read; the message names it and what can be done."""
 
 
-def saved(batches: Sequence[TokenBatch], grad_scale: float, megabytes: float) -> dict[str, Any] | None:
+def saved(
+    batches: Sequence[TokenBatch], grad_scale: float, megabytes: float, thresholds: Thresholds
+) -> dict[str, Any] | None:
     """What is written for the step: copies on the host. None where they are above `megabytes`, or have no input_ids."""
     held = [{name: getattr(b, name) for name in _COLUMNS if isinstance(getattr(b, name), Tensor)} for b in batches]
     size = sum(x.numel() * x.element_size() for columns in held for x in columns.values())
@@ -37,6 +40,7 @@ def saved(batches: Sequence[TokenBatch], grad_scale: float, megabytes: float) ->
         "schema_version": SAVED_SCHEMA_VERSION,
         "step": batches[0].step,
         "grad_scale": grad_scale,
+        "thresholds": dict(vars(thresholds)),
         "temperature": [b.temperature for b in batches],
         # A column may be a view of something far larger, which a file would hold as well.
         "batches": [{name: x.detach().cpu().clone() for name, x in columns.items()} for columns in held],
@@ -52,8 +56,8 @@ def write_saved(content: Mapping[str, Any], path: Path) -> None:
     torch.save(dict(content), path)
 
 
-def read_saved(path: Path) -> tuple[list[TokenBatch], float]:
-    """The micro-batches, without a replay, and their grad_scale.
+def read_saved(path: Path) -> tuple[list[TokenBatch], float, Thresholds]:
+    """The micro-batches, without a replay, their grad_scale, and the thresholds that the run judged with.
 
     Raises:
         SavedError: there is no such file, it is damaged, or of a newer version.
@@ -73,7 +77,8 @@ def read_saved(path: Path) -> tuple[list[TokenBatch], float]:
             )
             for i, b in enumerate(content["batches"])
         ]
-        return batches, float(content["grad_scale"])
+        limits = {k: x for k, x in content.get("thresholds", {}).items() if k in vars(Thresholds())}
+        return batches, float(content["grad_scale"]), Thresholds.of(limits)
     except FileNotFoundError as e:
         raise SavedError(f"{path}: no such file; saved micro-batches are RUNS/NAME/incidents/step-NNNNNN.pt") from e
     except SavedError:

@@ -8,7 +8,7 @@ again; and a backward reduces, so that its gradient is that of all ranks' tokens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from seismograd.gradloc.replay import LOGP, ModelReplay, loss_of
+from seismograd.gradloc.replay import LOGP, ModelReplay, Receiver, loss_of
 from seismograd.gradloc.tokens import Floats
 from seismograd.gradloc.vectors import Gradient, along
 from seismograd.telemetry.ranks import Ranks
@@ -72,9 +72,14 @@ class ShardedReplay(ModelReplay):
         return outputs
 
     def backward(
-        self, i: int, weights: Sequence[Mapping[str, Tensor]], rows: Sequence[int] | None = None
+        self,
+        i: int,
+        weights: Sequence[Mapping[str, Tensor]],
+        rows: Sequence[int] | None = None,
+        into: Receiver | None = None,
     ) -> Iterator[tuple[Tensor, Gradient]]:
         """By .backward(), with the step's gradients set aside meanwhile. FSDP averages over ranks; this is the sum."""
+        assert into is None
         for weight in weights:
             kept = [p.grad for p in self._whole]
             try:
@@ -91,7 +96,7 @@ class ShardedReplay(ModelReplay):
                 for p, grad in zip(self._whole, kept, strict=True):
                     p.grad = grad
 
-    def norms(self, gradient: Sequence[Tensor | None]) -> Floats:
+    def norms(self, gradient: Iterable[Tensor | None]) -> Floats:
         squares = np.square(super().norms(gradient)) / self._copies
         return np.sqrt(np.array(self._ranks.sum(squares.tolist()), dtype=np.float64))
 

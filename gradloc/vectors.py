@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,10 @@ from seismograd.gradloc.tokens import Floats
 Gradient = list[Tensor | None]
 
 
-def norm_of(gradient: Sequence[Tensor | None]) -> float:
+_BLOCK = 2**22  # elements: what is computed in float64 is never a copy of a whole embedding
+
+
+def norm_of(gradient: Iterable[Tensor | None]) -> float:
     """L2 norm over all parameters.
 
     Also where the squares overflow float32, or vanish in it.
@@ -29,8 +32,11 @@ def norm_of(gradient: Sequence[Tensor | None]) -> float:
     return largest * _root([(g / largest).norm() for g in grads]) if 0 < largest < math.inf else norm
 
 
-def norms_of(gradient: Sequence[Tensor | None]) -> Floats:
-    """(P,) L2 norm of each parameter's gradient, 0 where it has none, in the order of the parameters."""
+def norms_of(gradient: Iterable[Tensor | None]) -> Floats:
+    """(P,) L2 norm of each parameter's gradient, 0 where it has none, in the order of the parameters.
+
+    One after the other, so that what is made while iterating need not be held.
+    """
     return np.array([norm_of([g]) for g in gradient])
 
 
@@ -44,19 +50,23 @@ def root(norms: Floats) -> float:
 
 def along(gradient: Sequence[Tensor | None], whole: Sequence[Tensor], norm: float) -> float:
     """g . G / norm. Divided first, so that no product overflows."""
-    return sum(
-        float((g * (w / norm)).sum(dtype=torch.float64)) for g, w in zip(gradient, whole, strict=True) if g is not None
-    )
+    found = 0.0
+    for g, w in zip(gradient, whole, strict=True):
+        if g is not None:
+            for a, b in zip(torch.split(g.reshape(-1), _BLOCK), torch.split(w.reshape(-1), _BLOCK), strict=True):
+                found += float((a * (b / norm)).sum(dtype=torch.float64))
+    return found
 
 
-def less(whole: Sequence[Tensor], part: Sequence[Tensor | None]) -> Gradient:
-    """G - g."""
-    return [w if g is None else w - g.to(w.dtype) for w, g in zip(whole, part, strict=True)]
+def less(whole: Sequence[Tensor], part: Sequence[Tensor | None]) -> Iterator[Tensor]:
+    """G - g, one parameter after the other, so that it need not be held whole."""
+    return (w if g is None else w - g.to(w.dtype) for w, g in zip(whole, part, strict=True))
 
 
-def added(a: Gradient, b: Gradient) -> Gradient:
-    """a + b."""
-    return [x if y is None else y if x is None else x + y for x, y in zip(a, b, strict=True)]
+def add_to(total: Gradient, parameter: int, gradient: Tensor) -> None:
+    """total += g, of one parameter, in place."""
+    held = total[parameter]
+    total[parameter] = gradient.clone(memory_format=torch.contiguous_format) if held is None else held.add_(gradient)
 
 
 def _root(norms: Sequence[Tensor]) -> float:

@@ -10,7 +10,7 @@ A ratio that is off but explains little of an outlying weight is no culprit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from seismograd.gradloc.findings import Findings, SequenceDrift, Typical, pooled
@@ -31,6 +31,9 @@ class Thresholds:
         micro_batch_weight: median |dL/dlogp| of a micro-batch over that of the others.
         heterogeneity: of a token's gradient over the layers.
         pull: how far a token's log-probability moves along G, over the step's median.
+
+    Raises:
+        ValueError: a value that cannot be; the message names it and the fix.
     """
 
     share: float = 0.1
@@ -45,8 +48,21 @@ class Thresholds:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not value > 0:
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and 0 < value < math.inf):
                 raise ValueError(f"thresholds.{name}={value!r}: give a number above 0")
+
+    @classmethod
+    def of(cls, values: Mapping[str, float]) -> Thresholds:
+        """The defaults, with some of them changed by name.
+
+        Raises:
+            ValueError: as the class; also a name that is none of its.
+        """
+        for name in values:
+            if name not in cls.__dataclass_fields__:
+                raise ValueError(f"thresholds.{name}: known thresholds are {', '.join(cls.__dataclass_fields__)}")
+        return cls(**values)
 
 
 @dataclass(frozen=True)

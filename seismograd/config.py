@@ -14,6 +14,7 @@ A setting that is passed to `watch` wins over the environment, which wins over t
     gradloc      SEISMOGRAD_GRADLOC      auto            (or off, or every)
     text         SEISMOGRAD_TEXT         none            (or full)
     save_batches SEISMOGRAD_SAVE_BATCHES 64              (megabytes)
+    thresholds   SEISMOGRAD_THRESHOLDS   share=0.2,weight=20  (those not named keep their defaults)
     controls     SEISMOGRAD_CONTROLS     layerclip=auto,tokenclip=on,tokenclip.method=icepop  (or a mode for all)
 """
 
@@ -30,6 +31,7 @@ from typing import Any, TypeGuard
 from seismograd.collectors.budget import PROBES, Spacing
 from seismograd.collectors.shadow import DTYPES
 from seismograd.controls.policy import Policy
+from seismograd.gradloc.verdict import Thresholds
 from seismograd.localiser import TEXT, WHEN
 from seismograd.telemetry.records import ClipSpec
 from seismograd.telemetry.sinks import Sink
@@ -66,7 +68,8 @@ class Config:
             sinks.
         save_batches: megabytes of a spike's micro-batches that may be kept beside its incident, for ``seismograd
             replay``; 0 for none. They hold token ids, so text="none" keeps none either.
-
+        thresholds: when something counts as evidence for a verdict: `seismograd.gradloc.Thresholds`, or a mapping with
+            those of them that are to differ, such as {"share": 0.2}.
         controls: what each control may do, "off", "observe", "auto" or "on", and its settings by a dotted key; one mode
             for all of them; see `seismograd.controls.policy`. With "observe" training is not changed by a bit.
 
@@ -85,6 +88,7 @@ class Config:
     gradloc: str = "auto"
     text: str = "full"
     save_batches: float = 0.0
+    thresholds: Thresholds = field(default_factory=Thresholds)
     controls: Policy = field(default_factory=Policy)
 
     def __post_init__(self) -> None:
@@ -99,6 +103,7 @@ class Config:
             _clip,
             _choices,
             _save_batches,
+            _thresholds,
             _controls,
         ):
             check(self)
@@ -145,6 +150,7 @@ class Config:
             "gradloc": self.gradloc,
             "text": self.text,
             "save_batches": self.save_batches,
+            "thresholds": dict(vars(self.thresholds)),
             "controls": self.controls.as_json(),
         }
 
@@ -235,6 +241,11 @@ def _save_batches(c: Config) -> None:
         raise _refuse("save_batches", c.save_batches, 'saved micro-batches hold token ids: set text="full", or 0 here')
 
 
+def _thresholds(c: Config) -> None:
+    if not isinstance(c.thresholds, Thresholds):
+        raise _refuse("thresholds", c.thresholds, 'give a mapping such as {"share": 0.2}, or gradloc.Thresholds')
+
+
 def _controls(c: Config) -> None:
     if not isinstance(c.controls, Policy):
         raise _refuse("controls", c.controls, "give a mode, or a mapping such as {'layerclip': 'auto'}")
@@ -263,6 +274,11 @@ def _normal(name: str, value: Any) -> Any:
         if isinstance(value, Sequence) and not isinstance(value, str):
             return _clip_from(*value) if len(value) == 2 and all(map(_is_number, value)) else tuple(value)
         return (value,)
+    if name == "thresholds" and isinstance(value, Mapping):
+        try:
+            return Thresholds.of(value)
+        except ValueError as e:
+            raise ConfigError(f"seismograd: {e}") from e
     return value
 
 
@@ -323,6 +339,16 @@ def _parse_clip(text: str) -> tuple[ClipSpec, ...]:
     return _clip_from(bounds[0], bounds[-1])
 
 
+def _parse_thresholds(text: str) -> Thresholds:
+    values = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        name, separator, value = item.partition("=")
+        if not separator:
+            raise ValueError("write threshold=number, separated by commas")
+        values[name.strip()] = float(value)
+    return Thresholds.of(values)
+
+
 _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "runs": os.path.expanduser,
     "name": lambda text: text or None,
@@ -335,5 +361,6 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "gradloc": str,
     "text": str,
     "save_batches": float,
+    "thresholds": _parse_thresholds,
     "controls": _parse_controls,
 }

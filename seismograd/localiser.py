@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,7 +11,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seismograd.gradloc import Incident, localize
+from seismograd.gradloc import Incident, Thresholds, localize
 from seismograd.gradloc.saved import saved
 from seismograd.telemetry.incidents import Culprit, Explained, SequenceShares
 from seismograd.telemetry.ranks import Ranks
@@ -24,8 +23,6 @@ Text = Literal["full", "none"]
 TEXT: tuple[Text, ...] = ("full", "none")
 
 T = TypeVar("T", Culprit, SequenceShares)
-
-_EXCEPTION = re.compile(r"\b(\w*(?:Error|Exception|Interrupt|Warning))\b: .*", re.DOTALL)
 
 _CONTEXT = 24  # tokens before a culprit, and half as many after it
 
@@ -40,6 +37,7 @@ class GradLoc:
         decode: token ids to text, or None where the loop has given none.
         run: its name.
         save: megabytes of micro-batches that may be kept beside an incident; 0 for none.
+        thresholds: of the verdict.
     """
 
     def __init__(
@@ -50,7 +48,9 @@ class GradLoc:
         decode: Callable[[Sequence[int]], str] | None,
         run: str,
         save: float = 0.0,
+        thresholds: Thresholds | None = None,
     ) -> None:
+        self._limits = thresholds or Thresholds()
         self._model, self._when, self._text, self._run, self._save = model, when, text, run, save
         self._decode = decode if text == "full" else None
 
@@ -62,34 +62,36 @@ class GradLoc:
         self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks, scale: float
     ) -> Explained:
         """The incident of this step, from gradients that have not been clipped yet."""
-        replayable = all(ranks.gather(all(batch.replay is not None for batch in batches)))
+        everybody = ranks.gather((all(batch.replay is not None for batch in batches), self._text == "full"))
+        replayable = all(can for can, _ in everybody)
+        told = all(may for _, may in everybody)  # what one rank withholds no other may write
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the user's model, which has said it before
             incident = localize(
                 batches,
                 self._model if replayable else None,
                 grad_scale=scale / max(ranks.size, _averaged_over()),
+                thresholds=self._limits,
                 ranks=ranks,
+                told=told,
             )
         first = next((s for s in spikes if not s.repeat), spikes[0] if spikes else None)
-        told = replace(
+        incident = replace(
             incident,
             step=step,
             run=self._run,
             evidence=(*incident.evidence, *_return_to_usual(incident, spikes)),
             spike=None if first is None else asdict(first),
-            culprits=self._everybody(ranks, incident.culprits, lambda c: self._told(c, batches)),
-            sequences=self._everybody(ranks, incident.sequences, lambda s: self._told_sequence(s, batches)),
+            culprits=self._everybody(ranks, incident.culprits, lambda c: self._told(c, batches, told)),
+            sequences=self._everybody(ranks, incident.sequences, lambda s: self._told_sequence(s, batches, told)),
         )
-        if scale != 1:
-            told = replace(told, notes=(*told.notes, f"norms are multiplied by the loss scale, {scale:g}"))
-        told = self._private(_of_all_weights(told, spikes))
-        kept = saved(batches, scale / max(ranks.size, _averaged_over()), self._save) if self._save > 0 else None
+        notes = [f"norms are multiplied by the loss scale, {scale:g}"] if scale != 1 else []
+        grad_scale = scale / max(ranks.size, _averaged_over())
+        kept = saved(batches, grad_scale, self._save, self._limits) if self._save > 0 and told else None
         if self._save > 0 and kept is None:
-            told = replace(
-                told, notes=(*told.notes, f"the micro-batches were not saved: above {self._save:g} MB, or no ids")
-            )
-        return Explained(told, kept)
+            notes.append(f"the micro-batches were not saved: above {self._save:g} MB, no ids, or text is withheld")
+        incident = _of_all_weights(incident, spikes)
+        return Explained(replace(incident, notes=(*incident.notes, *notes)), kept)
 
     def _everybody(self, ranks: Ranks, items: Sequence[T], tell: Callable[[T], T]) -> tuple[T, ...]:
         """Each item as told by the rank that has its text."""
@@ -97,8 +99,8 @@ class GradLoc:
         told = ranks.gather(mine)
         return tuple(told[item.rank][i] for i, item in enumerate(items))
 
-    def _told(self, c: Culprit, batches: Sequence[TokenBatch]) -> Culprit:
-        if self._text == "none":
+    def _told(self, c: Culprit, batches: Sequence[TokenBatch], told: bool) -> Culprit:
+        if not told:
             return replace(c, token_id=None, text=None, before=None, after=None)
         ids = _ids(batches, c.micro_batch)
         if self._decode is None or ids is None or c.token_id is None:
@@ -111,8 +113,8 @@ class GradLoc:
             after=self._text_of(row[c.position + 1 : c.position + 1 + _CONTEXT // 2]),
         )
 
-    def _told_sequence(self, s: SequenceShares, batches: Sequence[TokenBatch]) -> SequenceShares:
-        ids = _ids(batches, s.micro_batch)
+    def _told_sequence(self, s: SequenceShares, batches: Sequence[TokenBatch], told: bool) -> SequenceShares:
+        ids = _ids(batches, s.micro_batch) if told else None
         if self._decode is None or ids is None or ids.shape[0] <= s.row or ids.shape[1] <= max(s.positions, default=0):
             return s
         row = ids[s.row].tolist()
@@ -124,16 +126,6 @@ class GradLoc:
         with suppress(Exception):
             return self._decode(ids)
         return None
-
-    def _private(self, incident: Incident) -> Incident:
-        """Without what exceptions say, which may be text, where no text is to be told."""
-        if self._text == "full":
-            return incident
-        return replace(
-            incident,
-            notes=tuple(_EXCEPTION.sub(r"\1", note) for note in incident.notes),
-            attempts=tuple(replace(a, outcome=_EXCEPTION.sub(r"\1", a.outcome)) for a in incident.attempts),
-        )
 
 
 def _averaged_over() -> int:

@@ -18,7 +18,6 @@ from seismograd.telemetry.layers import Grouping
 from seismograd.telemetry.records import Spike
 
 _GRADIENTS = ("grad_norm", "layer_grad_norm", "layer_proportion")
-_FIRST = 4  # layers that a reason names
 _LAYERS = "Clip by layer (LayerClip), and look at the weights and activations of the layers that are out of proportion."
 
 
@@ -133,10 +132,11 @@ class Protection:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Take up where `state_dict` left off; the layers that LayerClip has to learn anew."""
+        anew = self._layerclip.load_state_dict(state["layerclip"])
         for name, saved in state["switches"].items():
             if name in self._switches:
                 self._switches[name].load_state_dict(saved)
-        return self._layerclip.load_state_dict(state["layerclip"])
+        return anew
 
 
 def _asked(spikes: Sequence[Spike], incident: Incident | None, scales: LayerScales | None) -> list[Asked]:
@@ -160,7 +160,4 @@ def _asked(spikes: Sequence[Spike], incident: Incident | None, scales: LayerScal
 def _out_of_proportion(scales: LayerScales | None) -> str:
     if scales is None or not scales.clipped:
         return "though no layer is beyond its threshold (or it still warms up)"
-    worst = sorted(zip(scales.scales, scales.units, strict=True))[: len(scales.clipped)]
-    named = ", ".join(f"{unit} (x{1 / scale:.3g})" for scale, unit in worst[:_FIRST])
-    more = f" and {len(worst) - _FIRST} more" if len(worst) > _FIRST else ""
-    return f"layers beyond what is usual: {named}{more}"
+    return f"layers beyond what is usual: {scales.sentence.removeprefix('clips ')}"

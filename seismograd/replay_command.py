@@ -15,6 +15,7 @@ from seismograd.incident_command import say
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from seismograd.gradloc.verdict import Thresholds
     from seismograd.telemetry.incidents import Incident
     from seismograd.telemetry.records import TokenBatch
 
@@ -38,12 +39,12 @@ def replay(args: argparse.Namespace) -> int:
     from seismograd.gradloc.saved import SavedError, read_saved
 
     try:
-        batches, scale = read_saved(args.path)
+        batches, scale, thresholds = read_saved(args.path)
         model = _model(args.model)
     except (SavedError, OSError, ImportError, ValueError) as e:
         print(f"seismograd replay: {str(e).splitlines()[0]}", file=sys.stderr)
         return 2
-    incident = replayed(model, batches, scale, args.method)
+    incident = replayed(model, batches, scale, args.method, thresholds)
     say(incident_text(incident))
     if args.json is not None:
         try:
@@ -54,7 +55,9 @@ def replay(args: argparse.Namespace) -> int:
     return 0
 
 
-def replayed(model: nn.Module, batches: list[TokenBatch], scale: float, method: Any) -> Incident:
+def replayed(
+    model: nn.Module, batches: list[TokenBatch], scale: float, method: Any, thresholds: Thresholds
+) -> Incident:
     """The incident from the saved micro-batches, with their gradient at the model's weights."""
     from seismograd.gradloc import localize
 
@@ -72,7 +75,7 @@ def replayed(model: nn.Module, batches: list[TokenBatch], scale: float, method: 
             (logp[weighty] * batch.loss_weight[weighty] * scale).sum().backward()  # type: ignore[no-untyped-call]
     # Held against the checkpoint's own log-probs: how far these are from the recorded ones is said once, below.
     batches = [replace(batch, logp=_detached(batch)) for batch in batches]
-    incident = localize(batches, model, method=method, grad_scale=scale)
+    incident = localize(batches, model, method=method, grad_scale=scale, thresholds=thresholds)
     note = f"the checkpoint's log-probabilities are {off:.2g} nats off the recorded ones, in the median"
     if off > 0.01:
         note += ": other weights than the step's, or another forward"

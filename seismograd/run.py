@@ -147,7 +147,7 @@ class Run:
         )
 
     def clip_grad_norm_(self, max_norm: float, parameters: Tensor | Sequence[Tensor] | None = None) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` to the bit, with the detection before it.
+        """``torch.nn.utils.clip_grad_norm_`` to the bit, with the detection before it, and LayerClip where it is on.
 
         Args:
             max_norm: of the global norm; ``math.inf`` reads the norms and clips nothing.
@@ -178,7 +178,16 @@ class Run:
         self._worker.load_state_dict(state["worker"])
         if "controls" not in state:  # of a version without them
             return
-        anew = self._protection.load_state_dict(state["controls"])
+        try:
+            anew = self._protection.load_state_dict(state["controls"])
+        except (KeyError, IndexError, TypeError, ValueError) as e:
+            self.degraded(f"the saved state of the controls cannot be read ({type(e).__name__}): they begin anew")
+            return
+        for control, now in self.controls.items():
+            if now == "on":
+                reason = "taken up from the saved state"
+                data = {"control": control, "before": "on", "after": "on", "reason": reason}
+                self._hub.event(Event("control", f"{control} is on: {reason}", data=data))
         if anew:
             named = ", ".join(anew[:8]) + (f" and {len(anew) - 8} more" if len(anew) > 8 else "")
             self.degraded(f"the saved state knows no norms of these layers, so LayerClip warms up anew there: {named}")

@@ -17,13 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from seismograd.collectors.budget import PROBES, ProbeBudget, Spacing
-from seismograd.collectors.monitor import StepMonitor
+from seismograd.collectors.monitor import OF_THE_LOSS, StepMonitor
 from seismograd.collectors.signals import SignalWorker
 from seismograd.collectors.trainers import PLAIN_LOOP, Adapter, is_grpo_trainer, unsupported
 from seismograd.collectors.trainers.plain import PlainLoop
 from seismograd.config import Config
 from seismograd.controls.policy import Policy
 from seismograd.gradloc.folder import IncidentFolder
+from seismograd.gradloc.verdict import Thresholds
 from seismograd.localiser import GradLoc, decoder
 from seismograd.protection import Protection
 from seismograd.run import Run
@@ -39,8 +40,6 @@ from seismograd.telemetry.sinks.store import StoreSink
 from seismograd.telemetry.sinks.wandb import WandbSink
 
 log = logging.getLogger("seismograd")
-
-_OF_THE_LOSS = ("tokenclip", "seqclip", "cleanratio")
 
 
 def watch(
@@ -59,6 +58,7 @@ def watch(
     gradloc: str | None = None,
     text: str | None = None,
     save_batches: float | None = None,
+    thresholds: Thresholds | Mapping[str, float] | None = None,
     controls: str | Mapping[str, Any] | Policy | None = None,
 ) -> Run:
     """Watch a run from now on.
@@ -72,7 +72,7 @@ def watch(
         trainer: a ``trl.GRPOTrainer``.
         model: the trained model of a plain loop.
         optimizer: of a plain loop; with it, steps that do not clip are watched as well.
-        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text, save_batches,
+        runs, name, sinks, prometheus, budget, probes, shadow, clip, gradloc, text, save_batches, thresholds,
             controls: see `seismograd.Config`, which also names the environment variable that stands for each.
 
     Returns:
@@ -88,15 +88,16 @@ def watch(
     given = {
         "runs": runs, "name": name, "sinks": sinks, "prometheus": prometheus,
         "budget": budget, "probes": probes, "shadow": shadow, "clip": clip, "gradloc": gradloc, "text": text,
-        "save_batches": save_batches, "controls": controls,
+        "save_batches": save_batches, "thresholds": thresholds, "controls": controls,
     }  # fmt: skip
     config = Config.resolve(given)
     alone = _world_size() == 1
     if model is not None:
         # One rank cannot know that a forward of the user's holds no collectives, so it runs none alone.
+        by_itself = [c for c in OF_THE_LOSS if getattr(config.controls, c).mode in ("auto", "on")]
+        config = replace(config, controls=_observing(config.controls, by_itself))
         run = _run(model, config if alone else _without_probes(config), None, plain=True)
         _attach(run, PlainLoop(model, optimizer, config.clip, run))
-        by_itself = [c for c in _OF_THE_LOSS if getattr(config.controls, c).mode in ("auto", "on")]
         if by_itself:
             run.degraded(
                 f"{', '.join(by_itself)}: a plain loop's loss is its own, so that these are observed only. Call "
@@ -122,6 +123,11 @@ def watch(
     run = _run(trainer.model, config if _rank() == 0 else _without_probes(config), decoder(trainer), plain=False)
     _attach(run, GRPOAdapter(trainer, run, run))
     return run
+
+
+def _observing(policy: Policy, controls: Sequence[str]) -> Policy:
+    """With these controls looking on."""
+    return replace(policy, **{name: replace(getattr(policy, name), mode="observe") for name in controls})
 
 
 def _without_probes(config: Config) -> Config:
@@ -209,7 +215,7 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
 
     localiser = None
     if config.gradloc != "off":
-        localiser = GradLoc(model, config.gradloc, config.text, decode, name, config.save_batches)  # type: ignore[arg-type]
+        localiser = GradLoc(model, config.gradloc, config.text, decode, name, config.save_batches, config.thresholds)  # type: ignore[arg-type]
     protection = Protection(model, config.controls)
     monitor = StepMonitor(
         model,

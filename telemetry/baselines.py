@@ -4,7 +4,7 @@ Three kinds, one for each way in which training signals behave (docs/detection.m
 
 * `Envelope` for things that are honest in bursts between silences (gradient norms, loss weights, log-ratio extremes);
 * `Robust` for things with one mode (layer proportions, KL, |beta|);
-* `Above` and `Below` for fractions and counts that mean something by themselves.
+* `Above`, `MeanAbove` and `Below` for fractions and counts that mean something by themselves.
 
 The settings are frozen dataclasses; `state(n)` makes the running state for n series that are judged together (all
 layers, say), on numpy arrays of shape (n,). `judge` compares one step's values with what was known before the step,
@@ -236,8 +236,21 @@ class Above:
     bound: float
     steps: int = 1
 
-    def state(self, n: int) -> ThresholdState:
+    def state(self, n: int) -> State:
         return ThresholdState(self.bound, self.steps, n, sign=1.0)
+
+
+@dataclass(frozen=True)
+class MeanAbove(Above):
+    """Fires where the mean of the last `steps` measured values is above `bound`, and the value itself is: once, until
+    the mean has come back.
+
+    For values that swing with the age of the rollouts, such as the phantom fraction: with rollouts 0 to 3 steps old it
+    was 0.11, 0.08, 0.05, 0.03, and again, so that no five steps in a row were above 0.05.
+    """
+
+    def state(self, n: int) -> MeanState:
+        return MeanState(self.bound, self.steps, n)
 
 
 @dataclass(frozen=True)
@@ -249,6 +262,42 @@ class Below:
 
     def state(self, n: int) -> ThresholdState:
         return ThresholdState(self.bound, self.steps, n, sign=-1.0)
+
+
+class MeanState:
+    """See `MeanAbove`. Holds the last values of each series in a ring, NaN where there is none yet."""
+
+    def __init__(self, bound: float, steps: int, n: int) -> None:
+        self.bound = bound
+        self.last: Values = np.full((steps, n), np.nan)
+        self.next: NDArray[np.int64] = np.zeros(n, dtype=np.int64)
+        self.above: Flags = np.zeros(n, dtype=bool)
+
+    def judge(self, values: Values) -> Verdict:
+        for i in np.flatnonzero(~np.isnan(values)):
+            self.last[self.next[i] % len(self.last), i] = values[i]
+            self.next[i] += 1
+        with np.errstate(invalid="ignore"):  # infinities of both signs
+            above = self.last.mean(axis=0) > self.bound  # a NaN among them is above nothing: not enough values yet
+        fired = above & ~self.above & (values > self.bound)
+        self.above = above & (self.above | fired)
+        bound = np.full_like(values, self.bound)
+        score = values / self.bound if self.bound else values
+        return Verdict(fired=fired, baseline=bound, threshold=bound, score=score)
+
+    def extend(self, n: int) -> None:
+        self.last = np.hstack([self.last, np.full((len(self.last), n), np.nan)])
+        self.next = np.append(self.next, np.zeros(n, dtype=np.int64))
+        self.above = np.append(self.above, np.zeros(n, dtype=bool))
+
+    def state_dict(self) -> dict[str, Any]:
+        last = [[None if np.isnan(x) else x for x in row] for row in self.last.tolist()]
+        return {"last": last, "next": self.next.tolist(), "above": self.above.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.last = np.array(state["last"], dtype=np.float64).reshape(len(self.last), -1)
+        self.next = np.asarray(state["next"], dtype=np.int64)
+        self.above = np.asarray(state["above"], dtype=bool)
 
 
 class ThresholdState:

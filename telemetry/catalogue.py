@@ -299,7 +299,8 @@ CATALOGUE = Catalogue(
         MetricSpec(
             "layerclip_scale",
             "ratio",
-            "What LayerClip multiplied each layer's gradient by, or would have where it is not on; 1 leaves it alone.",
+            "What LayerClip multiplied each layer's gradient by, or would have where it is not on; 1: left alone, 0: "
+            "the step was skipped.",
             "level / |g| beyond the threshold, docs/controls.md",
             labels=("layer",),
             reduce="same",

@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from seismograd.telemetry.records import Event
 from seismograd.telemetry.visible import visible
@@ -29,6 +29,35 @@ def announce(message: str) -> None:
     """One line for the console, on stderr: what is no warning, but what whoever starts a run wants to know."""
     with suppress(Exception):
         print(f"seismograd: {message}", file=sys.stderr, flush=True)
+
+
+def reason(error: BaseException, told: bool) -> str:
+    """An exception in one line, that can be shown.
+
+    Args:
+        error: that was raised.
+        told: whether what it says may be shown: its type and first line; else its type and where it was raised, since
+            any exception may hold text of the user's data.
+    """
+    name = type(error).__name__
+    if told:
+        with suppress(Exception):
+            return visible(f"{name}: {error}".splitlines()[0])
+        return name
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    return f"{name} at {_place(*frames[-1])}" if frames else name
+
+
+def trace(error: BaseException, told: bool) -> str:
+    """An exception's traceback; without what it says, and without source lines, where that may not be `told`."""
+    if told:
+        return "".join(traceback.format_exception(error))
+    places = [_place(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return "\n".join([*places, type(error).__name__])
+
+
+def _place(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
 
 
 class Faults:
@@ -69,7 +98,7 @@ class Faults:
 
         Args:
             part: that failed.
-            error: of which the first line is shown.
+            error: of which one line is shown, see `reason`.
             consequence: what becomes of the part, for those that are not switched off by the count.
         """
         with self._lock:
@@ -79,15 +108,12 @@ class Faults:
             last = self._in_a_row[part] == _GIVE_UP_AFTER and consequence is None and part in self._switched
         if not (first or last):
             return
-        what = type(error).__name__
-        with suppress(Exception):
-            what = visible(f"{what}: {error}".splitlines()[0]) if self._told else what
+        what = reason(error, self._told)
         message = f"fault in {part}{consequence or ''}, training is not affected: {what}"
         if last:
             message = f"{part} is switched off after {_GIVE_UP_AFTER} faults in a row, training is not affected: {what}"
-        trace = "".join(traceback.format_exception(error) if self._told else traceback.format_tb(error.__traceback__))
         warn(message)
-        self._report(Event("fault", message, data={"part": part, "traceback": trace}))
+        self._report(Event("fault", message, data={"part": part, "traceback": trace(error, self._told)}))
 
     def succeed(self, part: str) -> None:
         """Record that the part has worked."""

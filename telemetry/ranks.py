@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from seismograd.telemetry.faults import reason
+
 
 class Ranks(Protocol):
     """The processes that share one step."""
@@ -124,15 +126,20 @@ def _came(store: PrefixStore, keys: list[str], seconds: float) -> bool:
     return True
 
 
-def everywhere(ranks: Ranks, attempt: Callable[[], Any]) -> tuple[Any, str | None]:
+def everywhere(ranks: Ranks, attempt: Callable[[], Any], told: bool) -> tuple[Any, str | None]:
     """Run something on all ranks that may fail on some: its value and None, or None and the first failure's reason.
 
     So that no rank goes on to a collective which another one never reaches.
+
+    Args:
+        ranks: all of which call it.
+        attempt: what is run.
+        told: whether the reason may quote the exception, see `seismograd.telemetry.faults.reason`.
     """
-    value, reason = None, None
+    value, failure = None, None
     try:
         value = attempt()
     except Exception as e:
-        reason = f"{type(e).__name__}: {e}".splitlines()[0]
-    reasons = [r for r in ranks.gather(reason) if r is not None]
+        failure = reason(e, told)
+    reasons = [r for r in ranks.gather(failure) if r is not None]
     return (None, reasons[0]) if reasons else (value, None)

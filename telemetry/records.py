@@ -203,7 +203,7 @@ class Event:
     """Something that happened once.
 
     Args:
-        kind: "run_start", "run_end", "spike", "incident", "fault", "control", "degraded", "gap" or
+        kind: "run_start", "run_end", "spike", "incident", "fault", "control", "action", "degraded", "gap" or
             "note".
         message: one line for people, naming the fix where there is one.
         step: optimizer step, or -1 outside of steps.

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seismograd.collectors.gradients import layer_proportions
-from seismograd.telemetry.baselines import Above, Baseline, Below, Envelope, Robust
+from seismograd.telemetry.baselines import Above, Baseline, Below, Envelope, MeanAbove, Robust
 from seismograd.telemetry.rules import RULES
 
 DATA = Path(__file__).parent / "data"
@@ -122,11 +122,22 @@ class TestThresholds:
     def test_steps_that_were_not_measured_do_not_count(self) -> None:
         assert fired(Above(0.5, steps=2), [1, NAN, NAN, 1]) == [3]
 
+    def test_mean_above_a_bound_fires_where_values_swing_about_it(self) -> None:
+        swinging = [0.11, 0.08, 0.05, 0.03] * 4
+        assert fired(Above(0.05, steps=5), swinging) == []
+        assert fired(MeanAbove(0.05, steps=8), swinging) == [8], "at full window, on a value that is above itself"
+        assert fired(MeanAbove(0.05, steps=8), [0.11, 0.03, 0.02, 0.03] * 8) == []
+
+    def test_mean_above_fires_once_until_the_mean_has_come_back(self) -> None:
+        assert fired(MeanAbove(0.5, steps=2), [1, 1, 1, 0, 0, 1, 1, NAN, 1]) == [1, 6]
+
     def test_infinity_is_above(self) -> None:
         assert fired(Above(0.0), [0, 0, INF]) == [2]
 
 
-@pytest.mark.parametrize("baseline", [Envelope(), Robust(), Above(0.5, 2)], ids=lambda b: type(b).__name__)
+@pytest.mark.parametrize(
+    "baseline", [Envelope(), Robust(), Above(0.5, 2), MeanAbove(0.5, 4)], ids=lambda b: type(b).__name__
+)
 class TestState:
     def test_survives_json(self, baseline: Baseline) -> None:
         values = np.exp(np.random.default_rng(2).normal(0, 0.5, (150, 3)))
@@ -152,7 +163,7 @@ class TestState:
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=80))
 def test_any_series_is_judged_without_an_error(series: list[float]) -> None:
-    for baseline in (Envelope(), Robust(warmup=4, window=8), Above(0.0), Below(0.0)):
+    for baseline in (Envelope(), Robust(warmup=4, window=8), Above(0.0), MeanAbove(0.0, 4), Below(0.0)):
         fired(baseline, series)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.overhead import Alternation, OwnTime, bootstrap, by_part, of_pairs, of_share, of_times
+from benchmarks.report import Finding, Parts, Report, machine
 from benchmarks.transfers import Waiting
 from tests import tiny
 
@@ -57,20 +58,47 @@ def test_gradloc_runs_and_writes_its_table(tmp_path: Path) -> None:
         [sys.executable, "-m", "benchmarks.gradloc", "--quick", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1200,
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert out.returncode == 0, out.stderr
     assert (tmp_path / "gradloc.md").read_text().strip() in out.stdout
-    found = {f["what"]: f for f in json.loads((tmp_path / "gradloc.json").read_text())["findings"]}
-    assert len(found) == 12
+    parts = json.loads((tmp_path / "gradloc.json").read_text())["parts"]
+    assert [*parts] == ["bank", "curve", "cost", "memory", "dormant"]
+    found = {f["what"]: f for part in parts.values() for f in part["findings"]}
+    assert len(found) == 15
+    # No machine's either: freed memory goes back to the system at once.
+    for what in ("1 micro-batch", "2 micro-batches"):
+        above = found[f"peak memory of a step with a localisation over one without, {what}"]
+        assert above["verdict"] == "PASS", above
+        assert above["values"]["parameters"] > 400
     # What no machine changes: the incidents are made from seeds.
     for what in ("planted tokens that |G| loses 10% without, named", "named tokens that are guilty", "verdict right"):
         assert found[what]["verdict"] == "PASS", found[what]
         assert found[what]["values"]["whole"] > 30
     assert found["tokens named on steps without a guilty one"]["values"] == {"named": []}
     assert found["passes of bisection over those of attribution"]["verdict"] == "PASS"
+
+
+def test_one_part_is_measured_anew_and_the_others_stay(tmp_path: Path) -> None:
+    title = "A report"
+    first = Report(title, "first", machine={**machine(), "load": 0.5})
+    first.findings.append(Finding("a", "b", "c", True, {"x": 1.0}))
+    first.tables.append("table of first")
+    Parts(title, {"one": first, "two": Report(title, "first", notes=["kept"], machine=first.machine)}).write(
+        tmp_path, "r"
+    )
+    again = Parts.read(title, tmp_path, "r")
+    assert again.parts["one"] == first
+    assert (again.markdown() + "\n") == (tmp_path / "r.md").read_text()
+    again.parts["two"] = Report(title, "second", notes=["new"])
+    again.write(tmp_path, "r")
+    text = (tmp_path / "r.md").read_text()
+    assert "one: `first`" in text
+    assert "two: `second`" in text
+    assert "table of first" in text
+    assert "kept" not in text
 
 
 def test_share_is_held_against_a_quiet_step() -> None:

@@ -12,6 +12,7 @@ import pytest
 import seismograd.config
 from seismograd import ClipSpec, Config, ConfigError
 from seismograd.controls.policy import Policy
+from seismograd.gradloc import Thresholds
 
 ENVIRONMENT = {
     "SEISMOGRAD_RUNS": "/scratch/runs",
@@ -25,6 +26,7 @@ ENVIRONMENT = {
     "SEISMOGRAD_GRADLOC": "off",
     "SEISMOGRAD_TEXT": "full",
     "SEISMOGRAD_SAVE_BATCHES": "64",
+    "SEISMOGRAD_THRESHOLDS": "share=0.2, pull=80",
     "SEISMOGRAD_CONTROLS": "layerclip=on,tokenclip=auto,tokenclip.method=icepop,layerclip.factor=5",
 }
 
@@ -44,12 +46,14 @@ def test_every_setting_by_environment() -> None:
         gradloc="off",
         text="full",
         save_batches=64.0,
+        thresholds=Thresholds(share=0.2, pull=80.0),
         controls=Policy.of(
             {"layerclip": "on", "tokenclip": "auto", "tokenclip.method": "icepop", "layerclip.factor": 5}
         ),
     )
     assert config.address == ("0.0.0.0", 9464)
     assert json.loads(json.dumps(config.as_json()))["prometheus"] == "0.0.0.0:9464"
+    assert Thresholds.of(json.loads(json.dumps(config.as_json()))["thresholds"]) == config.thresholds
 
 
 def test_each_variable_is_documented_in_one_place() -> None:
@@ -72,6 +76,8 @@ def test_friendly_forms() -> None:
     assert Config.resolve({}, {"SEISMOGRAD_RUNS": "~/runs"}).runs == str(Path.home() / "runs")
     assert Config.resolve({"prometheus": "[::1]:9464"}, {}).address == ("::1", 9464)
     assert Config.resolve({"probes": {"shadow": 2, "deployed": 4}}, {}).probes["deployed"] == 4
+    assert Config.resolve({"thresholds": {"weight": 20}}, {}).thresholds == Thresholds(weight=20)
+    assert Config.resolve({"thresholds": Thresholds(weight=20)}, {}).thresholds == Thresholds(weight=20)
     assert Config.resolve({}, {"SEISMOGRAD_SINKS": "none", "SEISMOGRAD_PROMETHEUS": ""}).sinks == ()
 
 
@@ -98,6 +104,12 @@ def test_friendly_forms() -> None:
         ({"save_batches": -1}, "save_batches="),
         ({"save_batches": "64 MB"}, "save_batches="),
         ({"save_batches": 64, "text": "none"}, "save_batches="),
+        ({"thresholds": 0.2}, "thresholds=0.2"),
+        ({"thresholds": {"shares": 0.2}}, "thresholds.shares: known thresholds are share, "),
+        ({"thresholds": {"share": 0}}, "thresholds.share=0: give a number above 0"),
+        ({"thresholds": {"pull": "much"}}, "thresholds.pull='much': give a number above 0"),
+        ({"thresholds": {"pull": True}}, "thresholds.pull=True"),
+        ({"thresholds": {"pull": float("inf")}}, "thresholds.pull=inf"),
         ({"clip": (0.2, "x")}, "clip="),
         ({"name": ".."}, "name="),
         ({"sinks": ["graphite"]}, "sinks="),
@@ -127,3 +139,9 @@ def test_impossible_environment(variable: str) -> None:
     with pytest.raises(ConfigError) as error:
         Config.resolve({}, {f"SEISMOGRAD_{variable}": "so=what?"})
     assert variable.lower() in str(error.value).lower()
+
+
+@pytest.mark.parametrize("text", ["share", "share=much", "share=-1", "shares=1"])
+def test_impossible_thresholds_by_environment(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"SEISMOGRAD_THRESHOLDS='{text}' cannot be: "):
+        Config.resolve({}, {"SEISMOGRAD_THRESHOLDS": text})

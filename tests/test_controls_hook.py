@@ -89,7 +89,7 @@ def test_the_incident_says_what_it_did(protected: Any) -> None:
     assert done["acted"] is True
     assert "verdict B" in done["switched_on"]
     assert done["grad_norm"] < 0.1 * incident.grad_norm
-    assert "switched_on" in path.with_suffix(".html").read_text()
+    assert "switched on" in path.with_suffix(".html").read_text()
 
 
 def test_the_reported_norm_is_the_one_before_clipping(protected: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,79 @@ def test_fault_is_fenced_counted_and_shown(
             shown = [event for event in store.events("fault") if event.data["part"] == part]
         assert "training is not affected" in shown[0].message
         assert "Broken: planted" in shown[0].data["traceback"]
+
+
+# Where an exception becomes a note or an attempt of an incident, not a fault.
+IN_INCIDENTS = [
+    "seismograd.gradloc.localisation.ModelReplay",
+    "seismograd.gradloc.attribution._difference",
+    "seismograd.gradloc.localisation.verify",
+    "seismograd.gradloc.verification._Own.take",
+    "seismograd.gradloc.localisation.sequence_shares",
+    "seismograd.gradloc.replay.ModelReplay.forward",
+    "seismograd.gradloc.replay.ModelReplay.backward",
+]
+
+
+class Recording:
+    """A user's own sink that keeps what it is given."""
+
+    name = "recording"
+
+    def __init__(self) -> None:
+        self.given: list[str] = []
+
+    def open(self, run: RunInfo) -> None:
+        self.given.append(repr(run))
+
+    def write(self, row: Row) -> None:
+        self.given.append(repr(row))
+
+    def event(self, event: Event) -> None:
+        self.given.append(repr(event))
+
+    def close(self) -> None:
+        pass
+
+
+def _tell(*_: Any, **__: Any) -> Any:
+    """As a tokenizer or a kernel may: with text and ids in the exception, in its note and in its cause."""
+    text = " ".join(["SECRET", "PROMPT"])
+    ids = ", ".join(map(str, range(90210, 90214)))
+    try:
+        raise KeyError(f"{text} [{ids}]")
+    except KeyError as e:
+        error = Broken(f"cannot decode\n{text} Error: [{ids}]")
+        error.add_note(text)
+        raise error from e
+
+
+@pytest.mark.parametrize(
+    "place", [*dict.fromkeys(place for _, place in PLACES), *IN_INCIDENTS], ids=lambda p: p.removeprefix("seismograd.")
+)
+def test_text_none_keeps_what_exceptions_say_out_of_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: Any, place: str
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(hub_module, "_RETRIES", (0.0, 0.0))
+    trainer = tiny.trainer(tmp_path, steps=5, dropout=0.1)
+    sink = Recording()
+    settings: dict[str, Any] = {"probes": {"shadow": 1, "deployed": 1}, "gradloc": "every", "text": "none"}
+    with watch(trainer, runs=tmp_path / "runs", name="run", sinks=[sink], prometheus=0, **settings) as run:
+        monkeypatch.setattr(place, _tell)
+        trainer.train()
+        monkeypatch.undo()
+        assert run.flush()
+    files = [file.read_bytes() for file in (tmp_path / "runs").rglob("*") if file.is_file()]
+    said = "\n".join([*sink.given, caplog.text, *capfd.readouterr(), *(f.decode(errors="replace") for f in files)])
+    assert "SECRET" not in said
+    assert "90210, 90211" not in said
+    # What fails on one rank is raised on all, as an error of ours.
+    raised = {
+        "seismograd.gradloc.localisation.find": "RuntimeError",
+        "seismograd.gradloc.tokens.Tokens.of": "ValueError",
+    }
+    assert re.search(rf"{raised.get(place, 'Broken')} at \S+\.py:\d+ in \w+", said)
 
 
 class BrokenSink:

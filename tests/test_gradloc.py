@@ -741,7 +741,7 @@ def test_impossible_setting(setting: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [*vars(Thresholds())])
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, True, "0.1"])
 def test_impossible_threshold(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"thresholds\.{name}"):
         Thresholds(**{name: value})

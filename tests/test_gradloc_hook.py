@@ -164,5 +164,13 @@ def test_incident_that_cannot_be_written_is_counted_and_shown(tmp_path: Path) ->
     assert "SEISMOGRAD_RUNS" in first.message
 
 
+def test_thresholds_of_the_run_change_its_verdicts(tmp_path: Path) -> None:
+    """A log-ratio of 9.2 is no token mismatch where only one of 12 nats is."""
+    truth, folder = planted(tmp_path, thresholds={"token_log_ratio": 12.0})
+    (incident,) = [i for i in incidents(folder) if i.step == truth.step]
+    assert incident.verdict != "A.1"
+    assert json.loads((folder / "config.json").read_text())["thresholds"]["token_log_ratio"] == 12.0
+
+
 def test_defaults() -> None:
     assert (Config().gradloc, Config().text) == ("auto", "full")

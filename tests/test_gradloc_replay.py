@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from seismograd.gradloc import METHODS, Incident, Method, localize
+from seismograd.gradloc import METHODS, Incident, Method, ModelReplay, localize
 from seismograd.gradloc.attribution import attribute
 from tests import tiny
 from tests.test_gradloc import (
@@ -128,6 +128,51 @@ def test_gradient_checkpointing(reentrant: bool, dropout: float) -> None:
         incident = m.localize(method=method)
         assert trace(model) == before
         assert [place(c) for c in incident.culprits] == [m.planted], told(incident)
+
+
+class Kept:
+    """A receiver that keeps everything, to compare."""
+
+    def __init__(self, accepting: bool = True) -> None:
+        self.accepting, self.restarts = accepting, 0
+        self.found: dict[tuple[int, int], Tensor] = {}
+
+    def accepts(self, logp: Tensor) -> bool:
+        return self.accepting
+
+    def take(self, weighting: int, parameter: int, gradient: Tensor) -> None:
+        assert (weighting, parameter) not in self.found
+        self.found[weighting, parameter] = gradient.clone()
+
+    def restart(self) -> None:
+        self.restarts += 1
+        self.found.clear()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_passed_on_as_they_are_made_are_the_same(reentrant: bool | None, tied: bool) -> None:
+    model = tiny.model(tied=tied).train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    m = made(model)
+    before = trace(model)
+    whole = m.batches[0].loss_weight
+    assert whole is not None
+    weights = [{"logp": whole}, {"logp": whole * (torch.arange(whole.shape[1]) == 2)}]
+    expected = [list(gradient) for _, gradient in ModelReplay(model, m.batches).backward(0, weights)]
+    kept = Kept()
+    replay = ModelReplay(model, m.batches)
+    assert [gradient for _, gradient in replay.backward(0, weights, into=kept)] == [[], []]
+    assert kept.restarts == (reentrant is True)
+    for n, gradient in enumerate(expected):
+        for k, g in enumerate(gradient):
+            assert ((n, k) in kept.found) == (g is not None)
+            assert g is None or torch.equal(kept.found[n, k], g)
+    refusing = Kept(accepting=False)
+    assert list(replay.backward(0, weights, into=refusing)) == []
+    assert refusing.found == {}
+    assert trace(model) == before
 
 
 def test_reentrant_checkpointing_leaves_no_gradient_where_there_was_none() -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.honest import columns, read
 from seismograd.controls import LayerClip
 from seismograd.telemetry.layers import Grouping, Place
 
@@ -117,6 +118,57 @@ def test_no_layer_of_an_honest_run_is_clipped(number: int) -> None:
     over = Grouping.of([Place(name.removeprefix("norm_"), "mlp") for name in names])
     clip = LayerClip(net(len(names)))
     acted = [i for i, row in enumerate(rows) if fed(clip, over, np.array([float(row[n]) for n in names])).clipped]
+    assert len(rows) == 2000
+    assert acted == []
+
+
+@pytest.mark.parametrize("reference", ["peers", "history"])
+@pytest.mark.parametrize("every", [2, 5, 20])
+def test_one_explosion_does_not_blind_it_to_the_next(reference: Any, every: int) -> None:
+    """Now and then a hundredfold, thirty times: each is brought back to about the layer's usual size."""
+    random = np.random.default_rng(0)
+    over, clip = grouping(6), LayerClip(net(6), reference=reference)
+    for step in range(30 * every):
+        norms = np.exp(random.normal(0, 0.1, 6))
+        sick = step >= 30 and step % every == 0
+        norms[2] *= 100 if sick else 1
+        scales = fed(clip, over, norms)
+        assert scales.clipped == (("2",) if sick else ())
+        assert (scales.norms * scales.scales)[2] < 4
+
+
+def test_explosions_in_the_warm_up_do_not_blind_peers() -> None:
+    random = np.random.default_rng(0)
+    over, clip = grouping(6), LayerClip(net(6))
+    caught = []
+    for step in range(40):
+        norms = np.exp(random.normal(0, 0.1, 6))
+        sick = step % 4 == 0
+        norms[2] *= 100 if sick else 1
+        scales = fed(clip, over, norms)
+        if sick and step >= 16:
+            caught.append(scales.clipped == ("2",))
+    assert all(caught)
+
+
+def test_a_layer_that_stays_larger_becomes_usual_by_history() -> None:
+    over, clip = grouping(6), LayerClip(net(6), reference="history")
+    for _ in range(30):
+        fed(clip, over, np.ones(6))
+    larger = np.array([1, 1, 100.0, 1, 1, 1])
+    acted = [bool(fed(clip, over, larger).clipped) for _ in range(120)]
+    assert all(acted[:60])
+    assert not any(acted[80:])
+
+
+@pytest.mark.parametrize("number", [3, 4, 5, 6])
+@pytest.mark.parametrize("reference", ["peers", "history"])
+@pytest.mark.parametrize("groups", [False, True])
+def test_no_layer_or_module_group_of_further_honest_runs_is_clipped(number: int, reference: Any, groups: bool) -> None:
+    """In the fifth the head's proportion drifts from 0.8 to 3.2 in 100 steps. No constant was set by the sixth."""
+    over, rows = read(DATA / f"honest_layers_{number}.csv.gz")
+    clip = LayerClip(net(1), reference=reference, groups=groups)
+    acted = [i for i, row in enumerate(rows) if fed(clip, over, np.array([row[n] for n in columns(rows)])).clipped]
     assert len(rows) == 2000
     assert acted == []
 

@@ -45,6 +45,8 @@ def micro_batch(step, last):
     mask = torch.ones_like(logp, dtype=torch.bool)
     if what == "empty" and rank == 0:
         mask[:] = False
+    if what == "absent" and rank == 0:  # a forward that only keeps step with the others
+        return logp.sum() * 0.0
     if what != "every" and step == 14 and (rank == guilty or what == "several" and rank == 1) and last:
         rollout[1, 3] -= 9.0
     if run:
@@ -88,6 +90,7 @@ sys.path.insert(0, {top!r})
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 import seismograd.telemetry.ranks as ranks
 from seismograd import watch
 from tests.tiny import PlainModel
@@ -108,9 +111,22 @@ if watched and (rank == 0 or what != "rank 0 only"):
 torch.manual_seed(100 + rank)
 guilty = size - 1
 
+class Collectives(TorchDispatchMode):
+    names = []  # of those that this process issues, in order
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {{}}))
+
+# Every rank runs as many forwards, or FSDP would wait; some only to keep step with the others, without tokens.
+idle = 0 if what not in ("unequal", "absent") else max(0, (1 if what == "unequal" else 2) - rank)
+
 def micro_batch(step, last):
     ids = torch.randint(0, 20, (4, 9))
-    logp = model(ids)
+    logp = model(input_ids=ids)
+    if int(last) < idle:
+        return logp.sum() * 0.0
     rollout = logp.detach() + 0.02 * torch.randn_like(logp)
     advantage = torch.tensor([1.0, -1.0, 1.0, -1.0])
     if what != "every" and step == 14 and rank == guilty and last:
@@ -130,12 +146,15 @@ def train_step(step):
     optimizer.zero_grad()
 
 norms = []
-for step in range(16 if what != "every" else 4):
-    if run:
-        with run.step():
+with Collectives():
+    for step in range(16 if what != "every" else 4):
+        if run:
+            with run.step():
+                train_step(step)
+        else:
             train_step(step)
-    else:
-        train_step(step)
+with open(f"{{__file__}}.{{rank}}.collectives", "w") as file:
+    file.write("\\n".join(Collectives.names))
 local = torch.cat([p.to_local().detach().flatten() for p in model.parameters()])
 with open(f"{{__file__}}.{{rank}}", "w") as file:
     file.write(f"{{norms}} {{local.numpy().tobytes().hex()}}")
@@ -166,7 +185,7 @@ def faults(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "size"), [("planted", 2), ("unequal", 2), ("empty", 2)])
+@pytest.mark.parametrize(("what", "size"), [("planted", 2), ("unequal", 2), ("empty", 2), ("absent", 2)])
 def test_guilty_token_of_another_rank(tmp_path: Path, what: str, size: int) -> None:
     with_hook = launch(tmp_path / "with", LOOP, size, watched=True, what=what)
     assert with_hook == launch(tmp_path / "without", LOOP, size, watched=False, what=what)
@@ -290,7 +309,9 @@ def test_bisection_over_ranks(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "size"), [("planted", 4), ("every", 2)])
+@pytest.mark.parametrize(
+    ("what", "size"), [("planted", 4), ("every", 2), ("unequal", 2), ("unequal", 4), ("absent", 2), ("absent", 4)]
+)
 def test_sharded_parameters(tmp_path: Path, what: str, size: int) -> None:
     """FSDP2: each rank has its shards only, and the norms, the shares and the verified gradient are of the whole."""
     with_hook = launch(tmp_path / "with", SHARDED, size, watched=True, what=what)
@@ -302,11 +323,16 @@ def test_sharded_parameters(tmp_path: Path, what: str, size: int) -> None:
     with RunStore.read(tmp_path / "with" / "runs" / "run" / "run.db") as store:
         norms = store.series("grad_norm", layer="all", group="all")
     assert [norm for _, norm in norms] == pytest.approx(json.loads(with_hook[0].partition("]")[0] + "]"), rel=1e-5)
-    if what == "planted":
+    collectives = [(tmp_path / "with" / f"loop.py.{rank}.collectives").read_text() for rank in range(size)]
+    plain = (tmp_path / "without" / "loop.py.0.collectives").read_text()
+    assert collectives[0].count("allgather_base") > plain.count("allgather_base") > 0  # those of FSDP
+    assert len(set(collectives)) == 1
+    if what != "every":
         incident = incidents[-1]
         worst = incident.culprits[0]
+        place = 0 if (what, size) == ("absent", 2) else 1  # of its rank's micro-batches that have tokens
         assert (incident.step, incident.verdict) == (15, "A.1")
-        assert (worst.rank, worst.micro_batch, worst.row, worst.position) == (size - 1, 1, 1, 4)
+        assert (worst.rank, worst.micro_batch, worst.row, worst.position) == (size - 1, place, 1, 4)
         assert incident.without_culprits is not None
         assert incident.without_culprits < 0.2 * incident.grad_norm
         assert worst.grad_norm == pytest.approx(incident.grad_norm, rel=0.1)

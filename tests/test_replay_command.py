@@ -83,6 +83,15 @@ def test_bad_paths(planted: tuple[Any, Path], tmp_path: Path, capsys: pytest.Cap
         assert shown.count("\n") == 1
 
 
+def test_judged_by_the_run_s_own_thresholds(planted: tuple[Any, Path], tmp_path: Path) -> None:
+    content = torch.load(saved(planted), weights_only=True)
+    content["thresholds"]["token_log_ratio"] = 12.0
+    torch.save(content, tmp_path / "strict.pt")
+    command = ["replay", str(tmp_path / "strict.pt"), "--model", str(planted[1] / "checkpoint")]
+    assert main([*command, "--json", str(tmp_path / "strict.json")]) == 0
+    assert Incident.from_json((tmp_path / "strict.json").read_text()).verdict != "A.1"
+
+
 def test_newer_version_and_size_cap(
     planted: tuple[Any, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from trl import GRPOTrainer
 
 from seismograd import RunStore, watch
 from seismograd.controls.policy import Policy
-from seismograd.controls.trl_inputs import ControlledInputs
+from seismograd.controls.trl_inputs import ControlledInputs, LossKind
 from seismograd.demo.faults import PlantedFault
 from seismograd.demo.trainer import EngineGRPOTrainer
 from tests import tiny
@@ -143,20 +145,30 @@ def inputs(**more: Any) -> dict[str, Any]:
     return {**made, **more}
 
 
-def ran(given: dict[str, Any], on: list[str], corrected: bool = False, **policy: Any) -> ControlledInputs:
-    controlled = ControlledInputs(given, Policy.of(policy), on, corrected)
+def ran(given: dict[str, Any], on: list[str], loss: LossKind | None = None, **policy: Any) -> ControlledInputs:
+    controlled = ControlledInputs(given, Policy.of(policy), on, loss or LossKind())
     now = torch.tensor([[9.0, -2.0, -2.0, math.log(8) - 2], [9.0, -2.0, -2.0, -2.0]])
-    controlled.forward_ran(slice(0, 2), now, lambda: now - 0.5)
+    controlled.forward_ran(slice(0, 2), now, lambda: now - 0.5, lambda _: nullcontext())
     return controlled
 
 
-def test_where_the_ratio_compares_with_the_engine_its_excess_is_divided_out() -> None:
+def ratios(controlled: ControlledInputs) -> list[list[float]]:
+    """The PPO ratios that the loss will see."""
+    now = torch.tensor([[-2.0, -2.0, math.log(8) - 2], [-2.0, -2.0, -2.0]])
+    found: list[list[float]] = (now - controlled.inputs["old_per_token_logps"]).exp().tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("policy", "left"), [({}, 2.0), ({"tokenclip.cap": 3.0}, 3.0), ({"tokenclip.method": "icepop"}, 0.0)]
+)
+def test_where_the_ratio_compares_with_the_engine_it_becomes_the_weight(policy: Any, left: float) -> None:
     given = inputs(old_per_token_logps=torch.full((2, 3), -2.0))
-    controlled = ran(given, ["tokenclip"])
-    assert controlled.inputs["advantages"][0].tolist() == pytest.approx([1.0, 1.0, 2 / 8])
-    assert controlled.inputs["advantages"][1].tolist() == [-1.0, -1.0, -1.0]
-    assert controlled.inputs["old_per_token_logps"].tolist() == given["old_per_token_logps"].tolist()
-    assert given["advantages"].tolist() == [1.0, -1.0]
+    controlled = ran(given, ["tokenclip"], **policy)
+    assert ratios(controlled)[0] == pytest.approx([1.0, 1.0, left])
+    assert ratios(controlled)[1] == [1.0, 1.0, 1.0]
+    assert controlled.inputs["advantages"].tolist() == [[1.0] * 3, [-1.0] * 3]
+    assert given["old_per_token_logps"].tolist() == [[-2.0] * 3] * 2
 
 
 def test_where_no_ratio_does_the_advantage_takes_the_weight() -> None:
@@ -164,23 +176,73 @@ def test_where_no_ratio_does_the_advantage_takes_the_weight() -> None:
     controlled = ran(given, ["tokenclip"])
     assert controlled.inputs["advantages"].flatten().tolist() == pytest.approx([1.0, 1.0, 2.0, -1.0, -1.0, -0.25])
     assert ran(inputs(), ["tokenclip"]).inputs["advantages"][0].tolist() == pytest.approx([1.0, 1.0, 2.0])
+    assert given["advantages"].tolist() == [1.0, -1.0]
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (2, 1)])
-def test_where_the_loss_corrects_its_ratio_is_replaced(shape: tuple[int, int]) -> None:
+def test_where_the_loss_corrects_its_own_bounds_stay() -> None:
     old = torch.tensor([[-2.0, -2.0, math.log(8) - 2], [-2.0, -2.0, -2.0]])
-    given = inputs(old_per_token_logps=old, importance_sampling_ratio=torch.full(shape, 3.0))
-    controlled = ran(given, ["tokenclip"], corrected=True, **{"tokenclip.method": "icepop"})
-    assert controlled.inputs["importance_sampling_ratio"].tolist() == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
-    assert controlled.inputs["advantages"].tolist() == [[1.0] * 3, [-1.0] * 3]
-    assert controlled.left_out["tokenclip"].tolist() == [[False, False, True], [False, False, False]]
+    by_token = torch.tensor([[1.0, 0.0, 3.0], [1.0, 0.5, 1.0]])
+    given = inputs(old_per_token_logps=old, importance_sampling_ratio=by_token)
+    controlled = ran(given, ["tokenclip"], LossKind(corrected=True))
+    assert controlled.inputs["importance_sampling_ratio"].tolist() == [[1.0, 0.0, 2.0], [1.0, 0.5, 1.0]]
+    for mine, left in ((torch.tensor([[2.0], [0.0]]), 0.5), (torch.tensor([[0.0], [1.0]]), 0.0)):
+        given = inputs(old_per_token_logps=old, importance_sampling_ratio=mine)
+        found = ran(given, ["tokenclip"], LossKind(corrected=True)).inputs["importance_sampling_ratio"]
+        assert found[0].tolist() == pytest.approx([float(mine[0]), float(mine[0]), left])
+        assert found[1].tolist() == [float(mine[1])] * 3
+    icepop = ran(given, ["tokenclip"], LossKind(corrected=True), **{"tokenclip.method": "icepop"})
+    assert icepop.left_out["tokenclip"].tolist() == [[False, False, True], [False, False, False]]
 
 
 def test_the_gap_is_taken_out_of_the_ratio_s_reference() -> None:
     controlled = ran(inputs(old_per_token_logps=torch.full((2, 3), -2.0)), ["cleanratio", "tokenclip"])
-    assert controlled.inputs["old_per_token_logps"].tolist() == [[-1.5] * 3] * 2
-    # log r = alpha = ln 8 - 0.5 at the last token of the first row
-    assert float(controlled.inputs["advantages"][0, 2]) == pytest.approx(2 / math.exp(math.log(8) - 0.5))
+    # log r = alpha: 0 - 0.5 everywhere, but ln 8 - 0.5 at the last token of the first row, which is capped
+    assert ratios(controlled) == [pytest.approx([math.exp(-0.5)] * 2 + [2.0]), pytest.approx([math.exp(-0.5)] * 3)]
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "reason"),
+    [
+        (LossKind(own=False), "tokenclip", "_compute_loss of its own"),
+        (LossKind(own=False), "seqclip", "_compute_loss of its own"),
+        (LossKind(by_token=False), "tokenclip", "use seqclip"),
+        (LossKind(corrected=True, whole=True), "tokenclip", "vespo"),
+        (LossKind(shadowed=False), "cleanratio", "no shadow forward"),
+    ],
+)
+def test_where_it_could_only_do_wrong_it_does_nothing_and_says_why(loss: LossKind, name: str, reason: str) -> None:
+    given = inputs(old_per_token_logps=torch.full((2, 3), -2.0), importance_sampling_ratio=torch.ones(2, 3))
+    controlled = ran(given, [name], loss)
+    assert reason in controlled.idle[name]
+    assert all(controlled.inputs[key] is given[key] for key in given)
+
+
+def test_a_fault_of_one_control_is_not_the_others() -> None:
+    def broken() -> torch.Tensor:
+        raise RuntimeError("no")
+
+    failed: list[str] = []
+
+    @contextmanager
+    def fence(name: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            failed.append(name)
+
+    given = inputs(old_per_token_logps=torch.full((2, 3), -2.0))
+    controlled = ControlledInputs(given, Policy.of({}), ["cleanratio", "tokenclip"], LossKind())
+    now = torch.tensor([[9.0, -2.0, -2.0, math.log(8) - 2], [9.0, -2.0, -2.0, -2.0]])
+    controlled.forward_ran(slice(0, 2), now, broken, fence)
+    assert failed == ["cleanratio"]
+    assert ratios(controlled)[0] == pytest.approx([1.0, 1.0, 2.0])
+
+
+def test_the_engine_s_nan_does_not_hide_that_the_ratio_compares_with_it() -> None:
+    engine = torch.full((2, 3), -2.0)
+    engine[1, 1] = math.nan
+    given = inputs(sampling_per_token_logps=engine, old_per_token_logps=engine.clone())
+    assert ratios(ran(given, ["tokenclip"]))[0] == pytest.approx([1.0, 1.0, 2.0])
 
 
 def test_tool_tokens_and_padding_are_left_alone() -> None:
@@ -198,7 +260,9 @@ def test_a_log_prob_that_is_not_finite_stays_out_of_the_others(tmp_path: Path) -
     engine[0, 2] = -math.inf
     given = inputs(sampling_per_token_logps=engine, old_per_token_logps=engine.clone())
     controlled = ran(given, ["tokenclip"], **{"tokenclip.method": "icepop"})
-    assert controlled.inputs["advantages"].tolist() == [[1.0, 1.0, 0.0], [-1.0] * 3]
+    assert ratios(controlled)[0][:2] == [1.0, 1.0]
+    assert ratios(controlled)[0][2] == pytest.approx(0.0)
+    assert controlled.left_out["tokenclip"].tolist() == [[False, False, True], [False, False, False]]
 
 
 def test_the_stored_run_can_be_read(tmp_path: Path) -> None:

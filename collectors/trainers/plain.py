@@ -10,13 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from seismograd.collectors.monitor import StepMonitor
 from seismograd.collectors.trainers import RunState
-from seismograd.collectors.trainers.plain_batch import token_batch
+from seismograd.collectors.trainers.plain_batch import Inputs, idle_batch, token_batch
 from seismograd.telemetry.forward_state import ForwardState
 from seismograd.telemetry.hub import Hub
 from seismograd.telemetry.records import ClipSpec
@@ -43,6 +44,7 @@ class PlainLoop:
         self._unclipped = _Repeats()
         self._last_replay: tuple[Any, ...] = ()
         self._state: ForwardState | None = None  # of the last training forward that no tokens have come of yet
+        self._inputs: Inputs | None = None  # of that forward, while the step has no tokens
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -52,12 +54,13 @@ class PlainLoop:
     def attach(self, monitor: StepMonitor, hub: Hub) -> None:
         self._monitor, self._active = monitor, True
         monitor.clips = self._clips
-        self._handles.append(self._model.register_forward_pre_hook(self._before_forward))
+        self._handles.append(self._model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         if self._optimizer is not None:
             # Wrappers such as Accelerate's keep the optimizer itself inside.
             inner: Any = getattr(self._optimizer, "optimizer", self._optimizer)
             if isinstance(inner, Optimizer):
                 self._handles.append(inner.register_step_pre_hook(self._before_optimizer))
+                self._handles.append(inner.register_step_post_hook(lambda *_: self._monitor.give_back()))
             else:
                 self._run.degraded(
                     f"optimizer={type(inner).__name__} is no torch.optim.Optimizer: steps that do not call "
@@ -79,7 +82,7 @@ class PlainLoop:
             return
         with self._monitor.guard("adapter"):
             self._steps = self._steps + 1 if number is None else operator.index(number)
-            self._micro_batch = 0
+            self._micro_batch, self._state, self._inputs = 0, None, None
             self._clipped.clear()
             self._monitor.begin_step(self._steps)
         try:
@@ -142,7 +145,7 @@ class PlainLoop:
                 )
                 given["input_ids"] = None
             batch = token_batch(self._steps, self._micro_batch, logp, state=self._state, **given)
-            self._state = None
+            self._state = self._inputs = None
             position = self._monitor.add(batch)
             self._micro_batch += 1
             if position is not None and logp.requires_grad:
@@ -157,6 +160,7 @@ class PlainLoop:
         chosen = self.parameters if parameters is None else list(parameters)
         if not (self._active and self._watches(chosen)):
             return torch.nn.utils.clip_grad_norm_(chosen, max_norm)
+        self._stand_in()
         return self._monitor.clip(chosen, max_norm)
 
     def finish(self) -> None:
@@ -176,7 +180,7 @@ class PlainLoop:
                 self._say(
                     "parts",
                     "parameters are clipped in several parts: gradient norms and their spikes are those of the part "
-                    "that a step clips first",
+                    "that a step clips first, and LayerClip knows and clips no other",
                 )
             self._clipped |= ids
         return True
@@ -186,10 +190,18 @@ class PlainLoop:
             weight = gradient.detach() if scale is None else gradient.detach() / scale
             self._monitor.caught(position, weight if weight.dim() > 1 else weight.unsqueeze(0))
 
-    def _before_forward(self, model: nn.Module, _: Any) -> None:
+    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._monitor.collecting and torch.is_grad_enabled() and model.training:
             with self._monitor.guard("adapter"):
                 self._state = ForwardState.take(next(model.parameters()).device)
+                self._inputs = (args, kwargs) if self._micro_batch == 0 and _several() else None
+
+    def _stand_in(self) -> None:
+        """Where this rank has no tokens in the step, its last forward can be run again when the others run theirs."""
+        inputs, self._inputs = self._inputs, None
+        if inputs is not None and self._monitor.collecting:
+            with self._monitor.guard("adapter"):
+                self._monitor.add(idle_batch(self._steps, self._model, inputs, self._state))
 
     def _shares_variables(self, replay: Any) -> bool:
         """Whether the step's replay before was the same function of the same variables."""
@@ -206,15 +218,17 @@ class PlainLoop:
             with self._monitor.guard("adapter"):
                 self._say("step", "optimizer.step() was called outside of `with run.step():`: not recorded")
             return
+        self._stand_in()
         # A fused optimizer takes the loss scale out itself, in its step.
         self._monitor.before_optimizer(self.parameters, getattr(optimizer, "grad_scale", None))
         with self._monitor.guard("adapter"):
-            if self._monitor.withheld:
+            if self._monitor.looks_on:
                 self._say(
-                    "withheld",
-                    "layers are out of proportion, and LayerClip only looks on: it acts in run.clip_grad_norm_(), "
-                    "which this loop does not call",
+                    "looks on",
+                    "layers are out of proportion, and LayerClip only looks on: it acts in run.clip_grad_norm_() "
+                    "with a finite max_norm",
                 )
+            self._monitor.withhold(self.parameters)
             if not self._clipped and self._unclipped.seen(self._monitor.grad_norm):
                 self._say(
                     "clipped",
@@ -227,6 +241,10 @@ class PlainLoop:
         if what not in self._said:
             self._said.add(what)
             self._run.degraded(f"{message}. Training is not affected.")
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _fits(ids: Any, logp: Tensor) -> bool:

@@ -8,10 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from seismograd.telemetry.forward_state import ForwardState
 from seismograd.telemetry.records import TokenBatch
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of a forward
 
 
 def token_batch(
@@ -55,6 +58,32 @@ def token_batch(
         engine=engine,
         replay=None if replay is None else partial(_replayed, replay, flat.dim()),
         state=state,
+    )
+
+
+def idle_batch(step: int, model: nn.Module, forward: Inputs, state: ForwardState | None) -> TokenBatch:
+    """A micro-batch without tokens, (1, 0), that runs a forward again: for a rank whose share of the step is empty.
+
+    The forward of a sharded model gathers its parameters from all ranks, so one that has no tokens keeps step with the
+    others.
+
+    Args:
+        step: its number.
+        model: whose forward it was.
+        forward: its arguments.
+        state: what it ran under, if that was seen.
+    """
+    args, kwargs = tree_map_only(Tensor, Tensor.detach, forward)  # their graph is the loop's
+    device = next(model.parameters()).device
+    none = torch.zeros(1, 0, device=device)
+
+    def replay() -> Tensor:
+        outputs = [x for x in tree_leaves(model(*args, **kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+        # So that the backward reaches the parameters.
+        return none + torch.stack([x.float().nan_to_num().sum() * 0.0 for x in outputs]).sum()
+
+    return TokenBatch(
+        step=step, micro_batch=0, rank=0, mask=none.bool(), logp=none, loss_weight=none, replay=replay, state=state
     )
 
 

@@ -30,7 +30,7 @@ from seismograd.collectors.shadow import DTYPES, shadow_logp
 from seismograd.collectors.trainers import RunState
 from seismograd.collectors.trainers.trl_callback import StepCallback
 from seismograd.collectors.trainers.trl_forward import Forward, others_of
-from seismograd.collectors.trainers.trl_loss import clip_specs, loss_masks
+from seismograd.collectors.trainers.trl_loss import clip_specs, loss_kind, loss_masks
 from seismograd.controls.trl_inputs import ControlledInputs
 from seismograd.telemetry.forward_state import ForwardState
 from seismograd.telemetry.hub import Hub
@@ -131,6 +131,16 @@ class GRPOAdapter:
         """The weights are about to move. A step whose clip was not seen has its tokens probed and judged here; its
         gradients are clipped by now, so their norms are not read."""
         self._monitor.before_optimizer(())
+        with self._monitor.guard("adapter"):
+            if self._monitor.looks_on:
+                self._say(
+                    "looks on",
+                    "layers are out of proportion, and LayerClip only looks on: it acts where max_grad_norm is above 0",
+                )
+            self._monitor.withhold(list(self._trainer.model.parameters()))
+
+    def after_optimizer(self) -> None:
+        self._monitor.give_back()
 
     def step_ends(self) -> None:
         self._monitor.end_step()
@@ -207,14 +217,12 @@ class GRPOAdapter:
         on = self._monitor.acting
         if not on:
             return None
-        with self._monitor.guard("loss_controls"):
-            trainer = self._trainer
-            corrected = getattr(trainer, "use_vllm", False) and getattr(
-                trainer, "vllm_importance_sampling_correction", False
-            )
-            controlled = ControlledInputs(inputs, self._monitor.policy, sorted(on), bool(corrected))
+        with self._monitor.guard("adapter"):
+            loss = loss_kind(self._trainer, shadowed=self._replays)
+            controlled = ControlledInputs(inputs, self._monitor.policy, sorted(on), loss)
             for name, reason in controlled.idle.items():
                 self._say(name, f"{name} is on and does nothing: {reason}")
+            self._monitor.idle(controlled.idle)
             return controlled
         return None
 
@@ -239,15 +247,10 @@ class GRPOAdapter:
         with self._monitor.guard("adapter"):
             forward = Forward(args, dict(kwargs), states[-1] if states else None, log_probs, others_of(output))
             seen.append(forward)
-        if controlled is not None:
-            with self._monitor.guard("loss_controls"):
-                model = self._trainer.model
-                replay = forward.replays(model)["replay"]
-                controlled.forward_ran(
-                    slice(start, start + len(log_probs)),
-                    log_probs,
-                    lambda: shadow_logp(model, replay, self._monitor.shadow),
-                )
+            if controlled is not None:
+                replay = partial(shadow_logp, self._trainer.model, forward.replays(self._trainer.model)["replay"])
+                rows = slice(start, start + len(log_probs))
+                controlled.forward_ran(rows, log_probs, partial(replay, self._monitor.shadow), self._monitor.guard)
 
     def _watched_clip(self, parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -25,6 +25,9 @@ class StepCallback(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._adapter.before_optimizer()
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._adapter.after_optimizer()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._adapter.step_ends()
 

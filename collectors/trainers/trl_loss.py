@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seismograd.controls.trl_inputs import LossKind
 from seismograd.telemetry.records import ClipSpec
 
 
@@ -37,6 +38,20 @@ def clip_specs(trainer: Any) -> tuple[ClipSpec, ...]:
             )
         )
     return tuple(specs)
+
+
+def loss_kind(trainer: Any, shadowed: bool) -> LossKind:
+    """What the controls of the loss have to know of it.
+
+    Args:
+        trainer: a GRPOTrainer.
+        shadowed: whether a shadow forward can be run.
+    """
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    own = type(trainer)._compute_loss is GRPOTrainer._compute_loss
+    corrected = getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_importance_sampling_correction", False)
+    return LossKind(own, _level(trainer) == "token", bool(corrected), trainer.loss_type == "vespo", shadowed)
 
 
 def loss_masks(

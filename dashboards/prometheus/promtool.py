@@ -11,7 +11,7 @@ from typing import Any
 
 from seismograd.dashboards.prometheus.rules import FILE, Alert, alerts, counts_spikes
 from seismograd.dashboards.yaml_text import yaml_text
-from seismograd.telemetry.baselines import Above
+from seismograd.telemetry.baselines import Above, MeanAbove
 from seismograd.telemetry.catalogue import CATALOGUE
 from seismograd.telemetry.rules import RULES, Rule, Selection
 
@@ -74,11 +74,13 @@ def _bounded(alert: Alert, rule: Rule) -> dict[str, Any]:
         given_name, given_labels = _selected(rule.given.selection)
         series.append(_series(given_name, given_labels, f"{2 * rule.given.above:g}x{settled + beyond + 60}"))
     end = SETTLED + 2 * hold + INTERVAL
+    # A mean follows its values by up to the window that it is taken over, which is as long as the hold.
+    lag = hold - 4 * INTERVAL if isinstance(rule.baseline, MeanAbove) else 0
     checks = [
         _check(alert, SETTLED, None),
         _check(alert, SETTLED + hold // 2, None),
-        _check(alert, SETTLED + hold + 4 * INTERVAL, _fired(alert, labels, _bad(rule))),
-        _check(alert, end + 4 * INTERVAL, None),
+        _check(alert, SETTLED + hold + 4 * INTERVAL + lag, _fired(alert, labels, _bad(rule))),
+        _check(alert, end + 4 * INTERVAL + lag, None),
     ]
     return _test(f"{alert.signal}: beyond its bound for {rule.hold}", series, checks)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from seismograd.dashboards.yaml_text import yaml_text
-from seismograd.telemetry.baselines import Above, Below
+from seismograd.telemetry.baselines import Above, Below, MeanAbove
 from seismograd.telemetry.catalogue import CATALOGUE
 from seismograd.telemetry.rules import RULES, Rule, promql
 
@@ -87,7 +87,8 @@ def _of(rule: Rule) -> Alert:
     else:
         assert isinstance(rule.baseline, (Above, Below))
         side = "above" if isinstance(rule.baseline, Above) else "below"
-        seen = f'{CATALOGUE[rule.selection.metric].prometheus_name} is {{{{ printf "%.3g" $value }}}}, {side} '
+        mean = "The mean of " if isinstance(rule.baseline, MeanAbove) else ""
+        seen = f'{mean}{CATALOGUE[rule.selection.metric].prometheus_name} is {{{{ printf "%.3g" $value }}}}, {side} '
         seen += f"{rule.baseline.bound:g} for {rule.hold}."
     return Alert(
         name=alert_name(rule.signal),

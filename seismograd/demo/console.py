@@ -15,6 +15,7 @@ _LOUD = {
     "incident": "bold red",
     "fault": "bold red",
     "control": "bold green",
+    "action": "green",
     "degraded": "yellow",
     "gap": "yellow",
     "note": "dim",
@@ -74,6 +75,8 @@ class ConsoleSink:
         elif event.kind == "control":
             self.seen.changes.append(event)
             self._out.print(f"CONTROL {event.message}", style=_LOUD["control"])
+        elif event.kind == "action":
+            self._out.print(f"ACTION {event.message}", style=_LOUD["action"])
         elif event.kind in _LOUD:
             self._out.print(f"{event.kind}: {event.message}", style=_LOUD[event.kind])
 

@@ -69,9 +69,12 @@ def demo(
     from seismograd.demo.live_page import live_page
 
     scale = TINY if tiny else REAL
+    slow = None if tiny else _slow()
     steps = scale.steps if steps is None else steps
     out = progress.console()
     out.print("seismograd demo: GRPO, FP32 training against BF16 rollout log-probabilities, two planted faults")
+    if slow is not None:
+        out.print(slow, style="yellow")
     with tempfile.TemporaryDirectory(prefix="seismograd-demo-") as scratch:
         try:
             trainer = _trainer(out, scale, tiny=tiny, steps=steps, seed=seed, scratch=scratch)
@@ -159,6 +162,19 @@ def _trainer(out: Console, scale: Scale, *, tiny: bool, steps: int, seed: int, s
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _slow() -> str | None:
+    """What to expect of a CPU without BF16 instructions, where the rollout's forward takes ten times FP32's."""
+    import torch
+
+    supported: Any = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    if torch.cuda.is_available() or supported is None or supported():
+        return None
+    return (
+        "This CPU has no BF16 instructions, and the BF16 rollout is slow on it: a step takes a minute or more. "
+        "seismograd demo --tiny shows the same in about a minute."
+    )
 
 
 def _found(planted: Planted | PlantedLayer, seen: Seen) -> bool:
