@@ -5,7 +5,7 @@ import { clock, number } from "./format.js";
 import { incidentPage } from "./api.js";
 
 const SHOWN = 200;
-const NAMES = { spike: "spike", incident: "incident", control: "control", fault: "fault", degraded: "not measured", gap: "gap", note: "note", run_start: "start", run_end: "end" };
+const NAMES = { spike: "spike", incident: "incident", control: "control", action: "control acts", fault: "fault", degraded: "not measured", gap: "gap", note: "note", run_start: "start", run_end: "end" };
 export const MARKED = ["spike", "incident", "control"];
 
 export class EventList {
