@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import seismograd
-from seismograd import incident_command, replay_command
+from seismograd import incident_command, replay_command, serve_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,11 +25,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     incident_command.add_arguments(incident)
     replay = commands.add_parser("replay", help="localise saved micro-batches again, with the weights of a checkpoint")
     replay_command.add_arguments(replay)
+    serve = commands.add_parser("serve", help="show the runs of a folder in the browser, live")
+    serve_command.add_arguments(serve)
     args = parser.parse_args(argv)
     if args.command == "incident":
         return incident_command.show_incident(args)
     if args.command == "replay":
         return replay_command.replay(args)
+    if args.command == "serve":
+        return serve_command.serve(args)
     # Imported only when it runs: it needs TRL and Transformers.
     from seismograd.demo.run import run_demo
 

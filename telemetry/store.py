@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from seismograd.telemetry.catalogue import CATALOGUE
 from seismograd.telemetry.records import SCHEMA_VERSION, Event, Reading, Row, RunInfo
@@ -32,6 +34,25 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 
 class StoreError(Exception):
     """A run store that cannot be read; the message names the file and what can be done."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one layout, in the order in which they were written.
+
+    Args:
+        series: (K,) name and label values of each column.
+        ids: (N,) int64, the rows' numbers in the store, counted from 1 over all layouts.
+        steps: (N,) int64.
+        times: (N,) float64 Unix seconds.
+        values: (N, K) float64.
+    """
+
+    series: tuple[tuple[str, ...], ...]
+    ids: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    times: NDArray[np.float64]
+    values: NDArray[np.float64]
 
 
 class RunStore:
@@ -87,7 +108,7 @@ class RunStore:
             raise StoreError(f"{path}: no such run store; a run's store is RUNS/NAME/run.db")
         db = None
         try:
-            db = sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True, isolation_level=None)
+            db = sqlite3.connect(path.absolute().as_uri() + _mode(path), uri=True, isolation_level=None)
             store = cls(db, path)
             version = store.meta().get("schema_version")
         except sqlite3.DatabaseError as e:
@@ -137,6 +158,48 @@ class RunStore:
             )
             yield Row(step, time, readings)
 
+    def blocks(self, after: int = 0, limit: int = 5_000) -> list[Block]:
+        """The rows that follow row number `after`, at most `limit`, packed by layout: `rows` for many at once."""
+        query = "SELECT layout, id, step, time, row FROM steps WHERE id > ? ORDER BY id LIMIT ?"
+        by_layout: dict[int, list[tuple[int, int, int, float, bytes]]] = {}
+        for row in self._db.execute(query, (after, limit)).fetchall():
+            by_layout.setdefault(row[0], []).append(row)
+        blocks = []
+        for layout, found in by_layout.items():
+            series = self._layout_series(layout)
+            _, ids, steps, times, rows = zip(*found, strict=True)
+            values = np.frombuffer(b"".join(rows), dtype="<f8").reshape(len(ids), len(series))
+            blocks.append(Block(tuple(series), np.array(ids), np.array(steps), np.array(times, dtype=float), values))
+        return blocks
+
+    def last_row(self) -> int:
+        """The number of the last row, 0 where there is none."""
+        (last,) = self._db.execute("SELECT coalesce(max(id), 0) FROM steps").fetchone()
+        return int(last)
+
+    def step_range(self) -> tuple[int, int] | None:
+        """The smallest and the largest step, None where there is no row."""
+        first, last = self._db.execute("SELECT min(step), max(step) FROM steps").fetchone()
+        return None if first is None else (int(first), int(last))
+
+    def known_series(self) -> list[tuple[str, ...]]:
+        """Name and label values of every series, in the order in which they first appeared."""
+        texts = self._db.execute("SELECT value FROM meta WHERE key LIKE 'layout/%' ORDER BY rowid")
+        return list(dict.fromkeys(tuple(series) for (text,) in texts for series in json.loads(text)))
+
+    def last_event(self) -> Event | None:
+        """The event that was written last."""
+        query = "SELECT kind, message, step, time, data FROM events ORDER BY id DESC LIMIT 1"
+        row = self._db.execute(query).fetchone()
+        if row is None:
+            return None
+        kind, message, step, time, data = row
+        return Event(kind, message, step, time, json.loads(data))
+
+    def counts(self) -> dict[str, int]:
+        """The number of events of each kind."""
+        return dict(self._db.execute("SELECT kind, count(*) FROM events GROUP BY kind"))
+
     def series(self, metric: str, /, **labels: str) -> list[tuple[int, float]]:
         """(step, value) of one series over the run."""
         return [
@@ -148,8 +211,15 @@ class RunStore:
 
     def events(self, kind: str | None = None) -> list[Event]:
         """The events in order, of one kind if given."""
-        query = "SELECT kind, message, step, time, data FROM events WHERE ?1 IS NULL OR kind = ?1 ORDER BY id"
-        return [Event(k, m, s, t, json.loads(d)) for k, m, s, t, d in self._db.execute(query, (kind,))]
+        return [event for _, event in self.numbered_events(kind=kind)]
+
+    def numbered_events(self, after: int = 0, kind: str | None = None) -> list[tuple[int, Event]]:
+        """The events that follow event number `after`, each with its number in the store."""
+        query = (
+            "SELECT id, kind, message, step, time, data FROM events "
+            "WHERE id > ?1 AND (?2 IS NULL OR kind = ?2) ORDER BY id"
+        )
+        return [(i, Event(k, m, s, t, json.loads(d))) for i, k, m, s, t, d in self._db.execute(query, (after, kind))]
 
     def close(self) -> None:
         """Close the file; the write-ahead log is merged into it."""
@@ -174,3 +244,10 @@ class RunStore:
             (text,) = self._db.execute("SELECT value FROM meta WHERE key = ?", (f"layout/{layout}",)).fetchone()
             self._series[layout] = [tuple(key) for key in json.loads(text)]
         return self._series[layout]
+
+
+def _mode(path: Path) -> str:
+    """How a store is opened to be read. One without a write-ahead log is finished, since no run writes into another's
+    store: opened as unchangeable, it gets no files beside it and can be read where nothing may be written.
+    """
+    return "?mode=ro" if Path(f"{path}-wal").exists() else "?mode=ro&immutable=1"

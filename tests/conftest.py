@@ -15,14 +15,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
 
-def require(program: str) -> str:
+def require(program: str, package: str = "prometheus") -> str:
     """The path of a program that a test needs.
 
     Where it is missing the test is skipped with the reason, and fails instead where SEISMOGRAD_NO_SKIPS=1.
     """
     path = shutil.which(program)
     if path is None:
-        reason = f"{program} is not installed (Debian: apt-get install prometheus)"
+        reason = f"{program} is not installed (Debian: apt-get install {package})"
         if os.environ.get("SEISMOGRAD_NO_SKIPS") == "1":
             pytest.fail(f"{reason}, and skips are forbidden here")
         pytest.skip(reason)

@@ -114,6 +114,7 @@ def test_tiny_demo_says_what_it_found(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     for part in (
+        "Page: http://127.0.0.1:",
         "Probes run on every step",
         "FAULT PLANTED",
         "SPIKE grad_norm",
@@ -126,6 +127,7 @@ def test_tiny_demo_says_what_it_found(tmp_path: Path) -> None:
         "legitimate",
         "What it cost",
         "run.db",
+        "The page again: seismograd serve",
     ):
         assert part in output
     assert "\x1b" not in output  # no control codes where there is no terminal

@@ -37,7 +37,19 @@ def loaded() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "heavy", ["transformers", "trl", "wandb", "accelerate", "datasets", "rich", "gguf", "grafana_foundation_sdk"]
+    "heavy",
+    [
+        "transformers",
+        "trl",
+        "wandb",
+        "accelerate",
+        "datasets",
+        "rich",
+        "gguf",
+        "grafana_foundation_sdk",
+        "starlette",
+        "uvicorn",
+    ],
 )
 def test_import_is_slim(loaded: set[str], heavy: str) -> None:
     assert heavy not in loaded

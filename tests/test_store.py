@@ -80,6 +80,48 @@ def test_store_of_a_newer_version(tmp_path: Path) -> None:
         RunStore.read(path)
 
 
+def test_blocks_are_the_rows(tmp_path: Path) -> None:
+    """Many rows at once, from several layouts: the same values, numbers and times as one by one."""
+    rows = [row(i, *([Reading("snr", i / 7)] if i % 3 == 0 else [])) for i in range(1, 31)]
+    with RunStore.create(tmp_path / "run.db", INFO) as store:
+        assert (store.step_range(), store.last_row(), store.last_event(), store.blocks()) == (None, 0, None, [])
+        for r in rows:
+            store.write(r)
+        event = Event("note", "x", 3, 5.0, {"a": 1})
+        store.event(event)
+    with RunStore.read(tmp_path / "run.db") as store:
+        found: dict[int, Row] = {}
+        after = 0
+        while blocks := store.blocks(after, limit=7):
+            assert sum(len(block.ids) for block in blocks) <= 7
+            for block in blocks:
+                for number, step, time, values in zip(block.ids, block.steps, block.times, block.values, strict=True):
+                    readings = tuple(
+                        Reading(name, value, {"estimator": labels[0]} if labels else {})
+                        for (name, *labels), value in zip(block.series, values.tolist(), strict=True)
+                    )
+                    found[int(number)] = Row(int(step), float(time), readings)
+            after = max(int(block.ids[-1]) for block in blocks)
+        assert [found[i] for i in range(1, 31)] == rows == list(store.rows())
+        assert store.step_range() == (1, 30)
+        assert store.last_row() == 30
+        assert store.last_event() == event
+        assert store.counts() == {"note": 1}
+        assert store.known_series() == [("step",), ("kl", "k3"), ("snr",)]
+        assert store.numbered_events() == [(1, event)]
+        assert store.numbered_events(after=1) == []
+
+
+def test_reading_a_finished_run_leaves_no_trace(tmp_path: Path) -> None:
+    """SQLite would put files beside a store that it opens, and could not where nothing may be written."""
+    with RunStore.create(tmp_path / "run.db", INFO) as store:
+        store.write(row(1))
+    with RunStore.read(tmp_path / "run.db") as store:
+        assert len(list(store.rows())) == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["run.db"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.db"]
+
+
 LOOP = """
 import sys, time, torch
 sys.path.insert(0, {top!r})

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", type=int, default=PORT, help=f"port of /metrics on 127.0.0.1, 0 for a free one (default {PORT})")
     add("--runs", default="runs", help="folder in which the run's folder is made (default ./runs)")
     add("--seed", type=int, default=0, help="of the problems, the samples and the tiny model (default 0)")
+    add("--no-serve", dest="serve", action="store_false", help="without the live page")
     add("--hold", type=float, default=0.0, metavar="SECONDS", help="keep /metrics up that long after the last step")
 
 

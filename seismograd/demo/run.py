@@ -39,7 +39,7 @@ _NEEDED = ("rich", "transformers", "trl", "datasets", "gguf", "reasoning_gym")
 def run_demo(arguments: argparse.Namespace) -> int:
     """`demo` with the options of `seismograd.demo.options`; returns the exit code."""
     a = arguments
-    return demo(tiny=a.tiny, steps=a.steps, port=a.port, runs=a.runs, seed=a.seed, hold=a.hold)
+    return demo(tiny=a.tiny, steps=a.steps, port=a.port, runs=a.runs, seed=a.seed, hold=a.hold, serve=a.serve)
 
 
 def demo(
@@ -50,8 +50,11 @@ def demo(
     runs: str = "runs",
     seed: int = 0,
     hold: float = 0.0,
+    serve: bool = True,
 ) -> int:
     """Train, watch, plant two faults, say what was found. The arguments are those of the command.
+
+    With `serve` the live page is there from the start, and stays up at the end until Ctrl-C where a person runs it.
 
     Returns:
         0; 1 where something is missing or a planted fault was not found and answered.
@@ -63,6 +66,7 @@ def demo(
     # Imported here, after the settings above, which these read when they are imported.
     from seismograd import watch
     from seismograd.demo import console, model, progress, summary
+    from seismograd.demo.live_page import live_page
 
     scale = TINY if tiny else REAL
     slow = None if tiny else _slow()
@@ -79,25 +83,26 @@ def demo(
             return 1
         sink = console.ConsoleSink(out, steps)
         name = f"demo-{'tiny' if tiny else 'smollm2'}-{time.strftime('%Y%m%d-%H%M%S')}"
-        with watch(
-            trainer,
-            runs=runs,
-            name=name,
-            prometheus=port,
-            probes={"shadow": 1, "deployed": 1},
-            sinks=["auto", sink],
-            controls={"layerclip.warmup": LEARNT, "tokenclip": "auto"},
-        ) as run:
-            out.print("Probes run on every step, to show all signals; by default they keep to 1% of the step time.")
-            if run.prometheus_url is not None:
-                out.print(f"Metrics: {run.prometheus_url}")
-            start = time.perf_counter()
-            trainer.train()
-            seconds = time.perf_counter() - start
-            if hold > 0 and run.prometheus_url is not None:
-                out.print(f"Metrics stay up for {hold:g} s more")
-                time.sleep(hold)
-    summary.print_summary(out, sink.seen, trainer.faults, steps, seconds, run.store_path, run.prometheus_url)
+        with live_page(out, runs, name, serve):
+            with watch(
+                trainer,
+                runs=runs,
+                name=name,
+                prometheus=port,
+                probes={"shadow": 1, "deployed": 1},
+                sinks=["auto", sink],
+                controls={"layerclip.warmup": LEARNT, "tokenclip": "auto"},
+            ) as run:
+                out.print("Probes run on every step, to show all signals; by default they keep to 1% of the step time.")
+                if run.prometheus_url is not None:
+                    out.print(f"Metrics: {run.prometheus_url}")
+                start = time.perf_counter()
+                trainer.train()
+                seconds = time.perf_counter() - start
+                if hold > 0 and run.prometheus_url is not None:
+                    out.print(f"Metrics stay up for {hold:g} s more")
+                    time.sleep(hold)
+            summary.print_summary(out, sink.seen, trainer.faults, steps, seconds, run.store_path, run.prometheus_url)
     return 0 if all(_found(fault, sink.seen) for fault in trainer.faults) else 1
 
 
