@@ -39,8 +39,8 @@ def test_it_runs_and_writes_its_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reference", REFERENCES)
-def test_ten_thousand_honest_steps(reference: References) -> None:
-    assert sum(len(norms) for _, _, norms in runs()) == 10_000
+def test_twelve_thousand_honest_steps(reference: References) -> None:
+    assert sum(len(norms) for _, _, norms in runs()) == 12_000
     found = of_honest(reference)
     assert [f.values["steps"] for f in found] == [10_000, 10_000, 6_000, 6_000]
     assert [f.values["count"] for f in found] == [0] * 4
