@@ -42,7 +42,7 @@ def test_it_runs_and_writes_its_table(tmp_path: Path) -> None:
 def test_twelve_thousand_honest_steps(reference: References) -> None:
     assert sum(len(norms) for _, _, norms in runs()) == 12_000
     found = of_honest(reference)
-    assert [f.values["steps"] for f in found] == [10_000, 10_000, 6_000, 6_000]
+    assert [f.values["steps"] for f in found] == [12_000, 12_000, 8_000, 8_000]
     assert [f.values["count"] for f in found] == [0] * 4
 
 
