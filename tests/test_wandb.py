@@ -329,7 +329,7 @@ def script(folder: Path, body: str, **environment: str) -> dict[str, Any]:
 def test_without_a_run_w_and_b_is_not_imported_and_without_w_and_b_one_line_says_so(tmp_path: Path) -> None:
     quiet = script(
         tmp_path / "auto",
-        "with watch(model=model, runs='.', name='run') as run: train(run, 3)\n"
+        "with watch(model=model, runs='.', name='run', controls='observe') as run: train(run, 3)\n"
         "found = {'imported': sorted(name for name in sys.modules if name.split('.')[0] == 'wandb')}",
     )
     assert quiet["imported"] == quiet["lines"] == []
@@ -343,7 +343,7 @@ def test_without_a_run_w_and_b_is_not_imported_and_without_w_and_b_one_line_says
             "from importlib.machinery import ModuleSpec\n"
             "FOLDER = ModuleSpec('wandb', None, is_package=True)\n"
             f"{how}\n"
-            "with watch(model=model, runs='.', sinks='wandb') as run: train(run, 3)\n"
+            "with watch(model=model, runs='.', sinks='wandb', controls='observe') as run: train(run, 3)\n"
             "found = {'folder': str(run.folder)}",
         )
         said = {line.rpartition("training is not affected: ")[2] for line in absent["lines"]}
