@@ -32,7 +32,7 @@ class Scale:
 
 
 REAL = Scale(steps=24, batch=8, group=8, completion=24, rate=1e-5, layer=6, left=1e-2)
-TINY = Scale(steps=40, batch=8, group=4, completion=16, rate=1e-4, layer=2, left=1e-3)
+TINY = Scale(steps=40, batch=8, group=4, completion=16, rate=1e-4, layer=2, left=1e-2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
