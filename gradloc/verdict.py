@@ -240,9 +240,9 @@ def _layer(case: _Case) -> Verdict | None:
         return None
     worst = guilty[0]
     rows = {(c.rank, c.micro_batch, c.row) for c in guilty}
-    # Those that were not verified: of the same sequences, and pulling as hard.
+    # Those that were not verified: of the same sequences, pulling as hard, and holding as much as a named token has to.
     more = [c for c in case.candidates if c.heterogeneity is None and (c.rank, c.micro_batch, c.row) in rows]
-    guilty += [c for c in more if pulls(c) > limits.pull]
+    guilty += [c for c in more if pulls(c) > limits.pull and abs(c.share) >= limits.share]
     assert worst.norms is not None
     layer = max(worst.norms, key=lambda name: worst.norms[name]["all"] if worst.norms else 0.0)
     ratio = "its ratio is not known" if worst.log_ratio is None else f"its log r is {worst.log_ratio:.2f}, near 0"

@@ -329,6 +329,9 @@ def case_judged_rightly(case: bank.Case) -> None:
     if heavy or truth.verdict != "A.1":  # a token that changes nothing is no spike
         assert incident.verdict == truth.verdict, incident.evidence
     assert bool(named) == (incident.verdict != "D")
+    if truth.verdict == "B":  # later tokens of the sequence look back at the guilty one and pull as hard, on little
+        unproven = [c for c in incident.culprits if c.heterogeneity is None]
+        assert all(abs(c.share) >= Thresholds().share for c in unproven)
     assert truth.where in " ".join(incident.evidence)
     assert Incident.from_json(incident.to_json()).to_json() == incident.to_json()
 
