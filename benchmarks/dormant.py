@@ -44,14 +44,14 @@ class _Switch:
     """Puts GradLoc, and what it needs beforehand, into a run and takes it out."""
 
     def __init__(self, run: Run) -> None:
-        self._monitor: Any = run._monitor
-        self._localiser = self._monitor._localiser
+        self._detection: Any = run._monitor._detection
+        self._localiser = self._detection._localiser
         self._take = ForwardState.__dict__["take"]
         kept = ForwardState.take(torch.device("cpu"))
         self._instead = classmethod(lambda cls, device: kept)
 
     def __call__(self, on: bool) -> None:
-        self._monitor._localiser = self._localiser if on else None
+        self._detection._localiser = self._localiser if on else None
         ForwardState.take = self._take if on else self._instead  # type: ignore[method-assign]
 
 

@@ -14,98 +14,32 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from seismograd.collectors.budget import ProbeBudget
 from seismograd.collectors.columns import device_columns, host_batch
+from seismograd.collectors.controlling import Controls, Protector
+from seismograd.collectors.detection import Detection, Localiser
 from seismograd.collectors.guard import Guard
-from seismograd.collectors.payload import Gradients, LogPayload, StepPayload
+from seismograd.collectors.meeting import Meeting
+from seismograd.collectors.payload import Gradients, LogPayload, Outlet, StepPayload
 from seismograd.collectors.probes import Probes
 from seismograd.collectors.shadow import Precision
-from seismograd.collectors.step import Step, measured_in, merged
+from seismograd.collectors.step import Step
 from seismograd.collectors.table import TokenTable
 from seismograd.collectors.transfer import Host, Transfer
-from seismograd.controls.layerclip import LayerScales, apply
-from seismograd.controls.policy import Policy
-from seismograd.controls.switch import Change, State
-from seismograd.telemetry.detector import Detector, Measured
-from seismograd.telemetry.faults import Faults, warn
-from seismograd.telemetry.incidents import Explained
-from seismograd.telemetry.layers import Grouping, ModelMap
+from seismograd.telemetry.detector import Detector
+from seismograd.telemetry.faults import Faults
+from seismograd.telemetry.layers import ModelMap
 from seismograd.telemetry.norms import Norms, take_norms
 from seismograd.telemetry.ranks import Alone, Ranks
-from seismograd.telemetry.records import ClipSpec, Event, Spike, TokenBatch
-
-T = TypeVar("T")
-
-OF_THE_LOSS = ("tokenclip", "seqclip", "cleanratio")
-"""Controls that act in the loss."""
-
-
-class Outlet(Protocol):
-    """The hub, as far as the training thread knows it. Neither method waits."""
-
-    def put(self, item: Any) -> bool: ...
-
-    def event(self, event: Event) -> None: ...
-
-
-class Localiser(Protocol):
-    """Explains a spike while the step's gradients are still there. Leaves everything as it was."""
-
-    def wants(self, spikes: Sequence[Spike]) -> bool:
-        """Whether the step's spikes are to be explained."""
-
-    def explain(
-        self, step: int, batches: Sequence[TokenBatch], spikes: Sequence[Spike], ranks: Ranks, scale: float
-    ) -> Explained:
-        """The incident, from all of the step's micro-batches of all ranks, all of which call it.
-
-        Args:
-            step: its number.
-            batches: of this rank.
-            spikes: found in it.
-            ranks: those that share it.
-            scale: what the gradients are still multiplied by.
-        """
-
-
-class Protector(Protocol):
-    """Says what the controls do. Changes nothing itself."""
-
-    policy: Policy
-
-    def on(self, control: str) -> bool:
-        """Whether it acts."""
-
-    @property
-    def states(self) -> Mapping[str, State]:
-        """By control."""
-
-    def judge(self, grouping: Grouping, norms: NDArray[np.float64]) -> LayerScales | None:
-        """What LayerClip makes of a step's gradients, or None where it is off."""
-
-    def decide(
-        self,
-        step: int,
-        spikes: Sequence[Spike],
-        explained: Explained | None,
-        scales: LayerScales | None,
-        clipping: bool,
-    ) -> list[Change]:
-        """What the step switches on or hands back; LayerClip only where the clip follows."""
-
-    def told(
-        self, explained: Explained, scales: LayerScales | None, changes: Sequence[Change], acts: bool
-    ) -> Explained:
-        """The incident with what the controls did."""
+from seismograd.telemetry.records import ClipSpec, Spike, TokenBatch
 
 
 class StepMonitor:
@@ -140,17 +74,15 @@ class StepMonitor:
         self.overflow_expected = False
         """The loss is scaled, so that non-finite gradients are routine; set by the adapter."""
         self.shadow = shadow
-        self._detector, self._hub, self._faults = detector, hub, faults
-        self._localiser, self._protector = localiser, protector
+        self._hub, self._faults = hub, faults
         self._map = ModelMap(model)
-        self._probes = Probes(model, budget, shadow, faults, self.guard)
-        self._meet = meet
-        self._ranks: Ranks | None = None
         self._step: Step | None = None
         self._seconds: dict[str, float] = {}
-        self._taken: list[tuple[Tensor, Tensor | None]] = []
-        self._idle: set[str] = set()
-        self._said: set[str] = set()
+        self._meeting = Meeting(meet, self.guard)
+        self._probes = Probes(model, budget, shadow, faults, self.guard)
+        self._detection = Detection(detector, localiser, self._meeting, faults, self.guard)
+        self.controls = Controls(protector, lambda: self._step, self._meeting, hub, faults, self.guard)
+        """What acts in the step; for the adapter."""
 
     @property
     def spikes(self) -> tuple[Spike, ...]:
@@ -163,9 +95,7 @@ class StepMonitor:
 
     def begin_step(self, step: int) -> None:
         """A step begins; what an unfinished one left is dropped."""
-        if self._ranks is None:
-            with self.guard("ranks"):
-                self._ranks = self._meet()
+        self._meeting.begin()
         self._step = Step(step, time.perf_counter())
 
     def abandon(self) -> None:
@@ -191,44 +121,6 @@ class StepMonitor:
     def grad_norm(self) -> float | None:
         """The global norm of the step in progress, once it has been read."""
         return None if self._step is None or self._step.gradients is None else self._step.gradients.total
-
-    @property
-    def acting(self) -> frozenset[str]:
-        """Controls of the loss that act in the step in progress."""
-        protector = self._protector
-        if protector is None or not self.collecting:
-            return frozenset()
-        return frozenset(name for name in OF_THE_LOSS if protector.on(name) and self._faults.working(name))
-
-    def idle(self, controls: Collection[str]) -> None:
-        """These are on, and have nothing that they could act on."""
-        self._idle.update(controls)
-
-    def _states(self) -> dict[str, State]:
-        """What the controls really do: one that has failed or has nothing to act on only looks on."""
-        if self._protector is None:
-            return {}
-        parts = {"layerclip": ("layerclip", "layerclip_apply")}
-        return {
-            name: State.OBSERVING
-            if state > State.OBSERVING
-            and (name in self._idle or not all(self._faults.working(p) for p in parts.get(name, (name,))))
-            else state
-            for name, state in self._protector.states.items()
-        }
-
-    @property
-    def policy(self) -> Policy:
-        """The controls' settings."""
-        return Policy.of("off") if self._protector is None else self._protector.policy
-
-    @property
-    def looks_on(self) -> bool:
-        """Whether layers of the step in progress are out of proportion, and LayerClip could not act though it may."""
-        step, protector = self._step, self._protector
-        if step is None or protector is None or step.scales is None or not step.scales.acts or step.applied is not None:
-            return False
-        return not step.clipped and self._states()["layerclip"] in (State.ARMED, State.ON)
 
     def add(self, batch: TokenBatch) -> int | None:
         """Keep a micro-batch until the step ends; its position, for `caught`, or None where no step collects."""
@@ -269,43 +161,12 @@ class StepMonitor:
             norms = self._prepare(parameters, clipping=True, bounded=math.isfinite(max_norm))
         if norms is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        clipped = self._layers_clipped(norms)
+        clipped = self.controls.clip_layers(norms)
         if clipped is None or norms.sharded:
             whole = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
             return whole if clipped is norms else norms.total
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, clipped.total)
         return norms.total
-
-    def _layers_clipped(self, norms: Norms) -> Norms | None:
-        """The norms once LayerClip has acted: the same where it does not, None where they have to be read anew."""
-        step = self._step
-        if step is None or step.applied is None or not step.applied.finite or step.acted:
-            return norms
-        step.acted = True
-        with self.guard("layerclip_apply"):
-            apply(step.applied, norms.parameters)
-            return None if norms.sharded else take_norms(norms.parameters)
-        return None
-
-    def withhold(self, parameters: Sequence[Tensor]) -> None:
-        """Before the optimizer steps: take the gradients of a step away that is to be skipped, until `give_back`.
-
-        So the optimizer leaves weights and moments as they are, and nobody else misses a gradient.
-        """
-        step = self._step
-        if step is not None and step.applied is not None and not step.applied.finite:
-            with self.guard("layerclip_skip"):
-                self._taken = [(p, p.grad) for p in parameters if p.grad is not None]
-                for p, _ in self._taken:
-                    p.grad = None
-
-    def give_back(self) -> None:
-        """After the optimizer has stepped."""
-        with self.guard("layerclip_skip"):
-            for p, gradient in self._taken:
-                if p.grad is None:
-                    p.grad = gradient
-            self._taken = []
 
     def before_optimizer(self, parameters: Sequence[Tensor], scale: Tensor | None = None) -> None:
         """The last moment before the weights move; a step that has clipped has been judged already.
@@ -348,12 +209,19 @@ class StepMonitor:
         norms: Norms | None = None
         if self._faults.working("norms"):
             with self._faults.fence("norms") if clipping else self.guard("norms"):
-                norms = take_norms(parameters, 1 if self._ranks is None else self._ranks.size)
+                norms = take_norms(parameters, self._meeting.ranks.size)
                 if norms is not None and scale is not None:
                     norms = norms.unscaled(scale)
         if step is not None and first:
             self._judge(step, norms, 1.0 if scale is None else float(scale), bounded)
         return norms
+
+    def _judge(self, step: Step, norms: Norms | None, scale: float = 1.0, clipping: bool = False) -> None:
+        with self.guard("transfer"):
+            self._fetch(step, norms)
+        self.controls.judge(step)
+        self._detection.judge(step, scale, self.overflow_expected)
+        self.controls.decide(step, clipping, self.overflow_expected)
 
     def _end(self, step: Step) -> None:
         if not step.prepared:  # the loop neither clipped nor gave us its optimizer: there are tokens only
@@ -377,7 +245,7 @@ class StepMonitor:
                     probe_ages=self._probes.ages(step.number),
                     deployed=step.deployed,
                     explained=step.explained,
-                    controls=self._states(),
+                    controls=self.controls.states,
                     scales=step.scales,
                 )
             )
@@ -422,107 +290,3 @@ class StepMonitor:
         grouping = self._map.grouping(norms.parameters)
         wide = per_parameter.astype(np.float64)
         return Gradients(grouping, grouping.norms(wide, total), int((~np.isfinite(wide)).sum()))
-
-    # -- detection ------------------------------------------------------------------------------------------------
-
-    def _judge(self, step: Step, norms: Norms | None, scale: float = 1.0, clipping: bool = False) -> None:
-        with self.guard("transfer"):
-            self._fetch(step, norms)
-        if self._protector is not None and step.gradients is not None and self._faults.working("layerclip"):
-            with self.guard("layerclip"):
-                step.scales = self._protector.judge(step.gradients.grouping, step.gradients.norms)
-        wanted = self._detect(step, self._ranks or Alone())
-        ranks = self._ranks or Alone()  # anew: the others may have been lost meanwhile
-        localiser = self._localiser
-        if wanted and localiser is not None and self._faults.working("gradloc"):
-            with self.guard("gradloc"):
-                step.explained = localiser.explain(step.number, step.batches, step.spikes, ranks, scale)
-        self._protect(step, self._ranks or Alone(), clipping)
-
-    def _protect(self, step: Step, ranks: Ranks, clipping: bool) -> None:
-        """Let the controls decide, and say what has changed and what acts. LayerClip acts on all ranks or on none.
-
-        Args:
-            step: judged and explained.
-            ranks: those that share it.
-            clipping: the clip follows, in which LayerClip can act.
-        """
-        step.clipped = clipping
-        protector = self._protector
-        if protector is None:
-            return
-        changes: list[Change] = []
-        wanted = able = False
-        with self.guard("controls"):
-            changes = protector.decide(step.number, step.spikes, step.explained, step.scales, clipping)
-            overflow = self.overflow_expected and step.scales is not None and not step.scales.finite
-            wanted = protector.on("layerclip") and clipping and not overflow
-            able = self._faults.working("layerclip") and self._faults.working("layerclip_apply")
-        if step.scales is not None and step.scales.acts:  # they are rank 0's: all ranks come here, or none
-            everybody = self._shared(ranks, (wanted, able))
-            if everybody[0][0] and all(each for _, each in everybody):
-                step.applied = step.scales
-            elif everybody[0][0]:
-                self._say_once("LayerClip is on and cannot act: it has failed on one of the ranks", ranks)
-        with self.guard("controls"):
-            if step.explained is not None:
-                step.explained = protector.told(step.explained, step.scales, changes, step.applied is not None)
-            for change in changes:
-                self._hub.event(Event("control", change.message, step.number, data=change.data))
-                if ranks.rank == 0:
-                    warn(change.message)
-            if step.applied is not None:
-                message = f"step {step.number}: layerclip {step.applied.sentence}"
-                self._hub.event(Event("action", message, step.number, data={"control": "layerclip"}))
-
-    def _say_once(self, message: str, ranks: Ranks) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            self._hub.event(Event("degraded", message))
-            if ranks.rank == 0:
-                warn(message)
-
-    def _detect(self, step: Step, ranks: Ranks) -> bool:
-        """Judge the step; whether it is to be localised. Rank 0 judges what all have seen, and all do as it says.
-
-        No fault of one rank keeps it from what the others wait for.
-        """
-        localiser = self._localiser if self._faults.working("gradloc") else None
-        able = localiser is not None and bool(step.batches)
-        mine = _Seen({}, able, any(batch.mask.numel() for batch in step.batches))
-        if self._faults.working("detect"):
-            with self.guard("detect"):
-                mine = replace(mine, measured=measured_in(step, self.overflow_expected))
-        everybody = self._shared(ranks, mine)
-        if ranks.rank == 0 and self._faults.working("detect"):
-            with self.guard("detect"):
-                measured = merged([seen.measured for seen in everybody])
-                step.spikes = tuple(self._detector.judge(step.number, measured))
-        able = all(seen.able for seen in everybody) and any(seen.tokens for seen in everybody)
-        wanted = localiser is not None and able and localiser.wants(step.spikes)
-        step.spikes, wanted, step.scales = self._shared(ranks, (step.spikes, wanted, step.scales))[0]
-        return wanted
-
-    def _shared(self, ranks: Ranks, item: T) -> list[T]:
-        """Everybody's; one's own where the others cannot be reached, from then on."""
-        if self._ranks is None or isinstance(self._ranks, Alone):
-            return [item]
-        with self.guard("ranks"):
-            return ranks.gather(item)
-        self._ranks = Alone()
-        return [item]
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """What one rank brings to the detection.
-
-    Args:
-        measured: what its rules look at.
-        able: whether it can localise.
-        tokens: whether its share of the step has any.
-    """
-
-    measured: Mapping[str, Measured]
-    able: bool
-    tokens: bool

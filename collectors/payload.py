@@ -1,10 +1,10 @@
-"""What the training thread hands to the worker for one step."""
+"""What the training thread hands to the worker for one step, and to whom."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from seismograd.controls.layerclip import LayerScales
 from seismograd.controls.switch import State
 from seismograd.telemetry.incidents import Explained
 from seismograd.telemetry.layers import Grouping
-from seismograd.telemetry.records import ClipSpec, Spike
+from seismograd.telemetry.records import ClipSpec, Event, Spike
 
 
 @dataclass(frozen=True)
@@ -116,3 +116,11 @@ class LogPayload:
     @property
     def size(self) -> int:
         return len(self.values)
+
+
+class Outlet(Protocol):
+    """The hub, as far as the training thread knows it. Neither method waits."""
+
+    def put(self, item: Any) -> bool: ...
+
+    def event(self, event: Event) -> None: ...

@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from seismograd.collectors.budget import PROBES, ProbeBudget, Spacing
-from seismograd.collectors.monitor import OF_THE_LOSS, StepMonitor
+from seismograd.collectors.controlling import OF_THE_LOSS
+from seismograd.collectors.monitor import StepMonitor
 from seismograd.collectors.signals import SignalWorker
 from seismograd.collectors.trainers import PLAIN_LOOP, Adapter, is_grpo_trainer, unsupported
 from seismograd.collectors.trainers.plain import PlainLoop

@@ -111,7 +111,7 @@ def test_one_that_has_failed_counts_as_looking_on(tmp_path: Path, monkeypatch: p
         calls.append(1)
         raise RuntimeError("no")
 
-    monkeypatch.setattr("seismograd.collectors.monitor.apply", broken)
+    monkeypatch.setattr("seismograd.collectors.controlling.apply", broken)
     loop = Shaking(at=0)
     layer: Any = loop.model.layers[1][0]
     layer.weight.register_hook(lambda g: g * (200.0 if loop.count >= 20 and loop.count % 2 else 1.0))

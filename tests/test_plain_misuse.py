@@ -418,7 +418,7 @@ class Lost:
 
 def test_ranks_that_are_gone_are_waited_for_once(tmp_path: Path) -> None:
     loop, lost = watched(tmp_path, gradloc="every"), Lost()
-    loop.run._monitor._ranks = lost  # type: ignore[union-attr]
+    loop.run._monitor._meeting._ranks = lost  # type: ignore[union-attr]
     with loop.run:  # type: ignore[union-attr]
         loop.train(3)
     assert lost.asked == 1

@@ -60,7 +60,7 @@ class PlainLoop:
             inner: Any = getattr(self._optimizer, "optimizer", self._optimizer)
             if isinstance(inner, Optimizer):
                 self._handles.append(inner.register_step_pre_hook(self._before_optimizer))
-                self._handles.append(inner.register_step_post_hook(lambda *_: self._monitor.give_back()))
+                self._handles.append(inner.register_step_post_hook(lambda *_: self._monitor.controls.give_back()))
             else:
                 self._run.degraded(
                     f"optimizer={type(inner).__name__} is no torch.optim.Optimizer: steps that do not call "
@@ -222,13 +222,13 @@ class PlainLoop:
         # A fused optimizer takes the loss scale out itself, in its step.
         self._monitor.before_optimizer(self.parameters, getattr(optimizer, "grad_scale", None))
         with self._monitor.guard("adapter"):
-            if self._monitor.looks_on:
+            if self._monitor.controls.looks_on:
                 self._say(
                     "looks on",
                     "layers are out of proportion, and LayerClip only looks on: it acts in run.clip_grad_norm_() "
                     "with a finite max_norm",
                 )
-            self._monitor.withhold(self.parameters)
+            self._monitor.controls.withhold(self.parameters)
             if not self._clipped and self._unclipped.seen(self._monitor.grad_norm):
                 self._say(
                     "clipped",

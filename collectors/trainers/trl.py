@@ -132,15 +132,15 @@ class GRPOAdapter:
         gradients are clipped by now, so their norms are not read."""
         self._monitor.before_optimizer(())
         with self._monitor.guard("adapter"):
-            if self._monitor.looks_on:
+            if self._monitor.controls.looks_on:
                 self._say(
                     "looks on",
                     "layers are out of proportion, and LayerClip only looks on: it acts where max_grad_norm is above 0",
                 )
-            self._monitor.withhold(list(self._trainer.model.parameters()))
+            self._monitor.controls.withhold(list(self._trainer.model.parameters()))
 
     def after_optimizer(self) -> None:
-        self._monitor.give_back()
+        self._monitor.controls.give_back()
 
     def step_ends(self) -> None:
         self._monitor.end_step()
@@ -214,15 +214,15 @@ class GRPOAdapter:
 
     def _controlled(self, inputs: Mapping[str, Any]) -> ControlledInputs | None:
         """The inputs with what the controls of the loss change; None where none acts."""
-        on = self._monitor.acting
+        on = self._monitor.controls.acting
         if not on:
             return None
         with self._monitor.guard("adapter"):
             loss = loss_kind(self._trainer, shadowed=self._replays)
-            controlled = ControlledInputs(inputs, self._monitor.policy, sorted(on), loss)
+            controlled = ControlledInputs(inputs, self._monitor.controls.policy, sorted(on), loss)
             for name, reason in controlled.idle.items():
                 self._say(name, f"{name} is on and does nothing: {reason}")
-            self._monitor.idle(controlled.idle)
+            self._monitor.controls.idle(controlled.idle)
             return controlled
         return None
 
