@@ -9,8 +9,9 @@ every metric.
 """
 
 from seismograd.collectors.trainers import UnsupportedTrainer
-from seismograd.config import Config, ConfigError
+from seismograd.config import Config
 from seismograd.run import Run
+from seismograd.settings import ConfigError
 from seismograd.telemetry.catalogue import CATALOGUE, MetricSpec
 from seismograd.telemetry.records import ClipSpec, Event, Reading, Row, RunInfo, Spike, TokenBatch
 from seismograd.telemetry.sinks import Sink
