@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 from transformers.trainer_callback import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from benchmarks.grpo import character_tokenizer
+from benchmarks import small
 from seismograd.telemetry.layers import Grouping, ModelMap, Place
 from seismograd.telemetry.norms import take_norms
 
@@ -89,45 +88,33 @@ def write(path: Path, rows: list[dict[str, str]]) -> None:
 
 def model(seed: int) -> Qwen3ForCausalLM:
     """Random, with logits as spread as a trained one's."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(character_tokenizer()),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            initializer_range=0.1,
-            tie_word_embeddings=seed % 2 == 0,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
+    return small.model(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.1,
+        tie_word_embeddings=seed % 2 == 0,
     )
 
 
 def _trainer(folder: Path, net: Qwen3ForCausalLM, seed: int, steps: int) -> GRPOTrainer:
     made = GRPOTrainer(
         model=net,
-        args=GRPOConfig(
-            output_dir=str(folder),
+        args=small.settings(
+            folder,
             per_device_train_batch_size=16,
             num_generations=8,
             num_iterations=2,
             max_completion_length=LENGTH,
             max_steps=steps,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            use_cpu=True,
-            bf16=False,
             seed=seed,
             learning_rate=3e-4,
         ),
-        train_dataset=Dataset.from_list([{"prompt": f"{i}+{i + 1}=?"} for i in range(256)]),
-        processing_class=character_tokenizer(),
+        train_dataset=small.prompts(256),
+        processing_class=small.tokenizer(),
         reward_funcs=_reward,
     )
     made.remove_callback(PrinterCallback)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +12,12 @@ from benchmarks.bank import Spec
 from benchmarks.controls import Incident, Spikes, Step, incident, judged, of_honest, of_incidents, runs
 from seismograd.controls.layerclip import REFERENCES, References
 from seismograd.telemetry.layers import Grouping, Place
-
-ROOT = Path(__file__).parent.parent
+from tests.commands import python
 
 
 @pytest.mark.slow
 def test_it_runs_and_writes_its_table(tmp_path: Path) -> None:
-    out = subprocess.run(
-        [sys.executable, "-m", "benchmarks.controls", "--quick", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert out.returncode == 0, out.stderr
+    out = python("-m", "benchmarks.controls", "--quick", "--out", tmp_path, seconds=900)
     assert (tmp_path / "controls.md").read_text().strip() in out.stdout
     found = {f["what"]: f for f in json.loads((tmp_path / "controls.json").read_text())["findings"]}
     assert found["LayerClip's own code over a step, thread clock"]["values"]["share"] > 0

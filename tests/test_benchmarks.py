@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,23 +11,15 @@ import torch
 
 from benchmarks.overhead import Alternation, OwnTime, bootstrap, by_part, of_pairs, of_share, of_times
 from benchmarks.report import Finding, Parts, Report, machine
+from benchmarks.small import EngineTrainer
 from benchmarks.transfers import Waiting
 from tests import tiny
-
-ROOT = Path(__file__).parent.parent
+from tests.commands import ROOT, python
 
 
 @pytest.mark.slow
 def test_overhead_runs_and_writes_its_table(tmp_path: Path) -> None:
-    out = subprocess.run(
-        [sys.executable, "-m", "benchmarks.overhead", "--quick", "--threads", "1", "--out", str(tmp_path / "results")],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert out.returncode == 0, out.stderr
+    out = python("-m", "benchmarks.overhead", "--quick", "--threads", "1", "--out", tmp_path / "results")
     text = (tmp_path / "results" / "overhead.md").read_text()
     assert text.strip() in out.stdout
     found = json.loads((tmp_path / "results" / "overhead.json").read_text())
@@ -54,15 +43,7 @@ def test_overhead_runs_and_writes_its_table(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gradloc_runs_and_writes_its_table(tmp_path: Path) -> None:
-    out = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gradloc", "--quick", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert out.returncode == 0, out.stderr
+    out = python("-m", "benchmarks.gradloc", "--quick", "--out", tmp_path, seconds=1200)
     assert (tmp_path / "gradloc.md").read_text().strip() in out.stdout
     parts = json.loads((tmp_path / "gradloc.json").read_text())["parts"]
     assert [*parts] == ["bank", "curve", "cost", "memory", "dormant"]
@@ -130,7 +111,7 @@ def test_median_or_tail_is_judged() -> None:
 def test_every_other_step_is_watched(tmp_path: Path) -> None:
     from seismograd import RunStore, watch
 
-    class Trainer(tiny.EngineTrainer):
+    class Trainer(EngineTrainer):
         def get_batch_samples(self, *args: object, **kwargs: object) -> object:
             alternation()
             return super().get_batch_samples(*args, **kwargs)

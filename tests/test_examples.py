@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from tests.commands import ROOT, python
+
+EXAMPLES = ROOT / "examples"
 EXPERIMENTS = {"phantom_clipping.py"}
 """Those have their own arguments, and their own tests in test_experiments.py."""
 
@@ -17,15 +17,7 @@ EXPERIMENTS = {"phantom_clipping.py"}
     "script", sorted(p for p in EXAMPLES.glob("*.py") if p.name not in EXPERIMENTS), ids=lambda path: path.name
 )
 def test_example(tmp_path: Path, script: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(script), "--steps", "20"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = python(script, "--steps", "20", cwd=tmp_path, seconds=300)
     assert "watching: " in done.stdout
     assert "http://127.0.0.1:" in done.stdout
     assert "fault" not in done.stderr

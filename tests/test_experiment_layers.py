@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,20 +17,11 @@ from examples.layer_heterogeneity.arms import ARMS, GLOBAL, HEALTHY, HISTORY, PE
 from examples.layer_heterogeneity.figures import Mean, explosions, figures
 from examples.layer_heterogeneity.page import said
 from examples.layer_heterogeneity.training import SICK, WORDS, Language, Model, Setting, run
-
-ROOT = Path(__file__).parent.parent
+from tests.commands import python
 
 
 def test_it_runs_and_writes_its_page(tmp_path: Path) -> None:
-    out = subprocess.run(
-        [sys.executable, "-m", "examples.layer_heterogeneity", "--quick", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert out.returncode == 0, out.stderr
+    out = python("-m", "examples.layer_heterogeneity", "--quick", "--out", tmp_path)
     text = (tmp_path / "layer_heterogeneity.md").read_text()
     assert text.strip() in out.stdout
     assert "`python -m examples.layer_heterogeneity --quick`" in text

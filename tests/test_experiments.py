@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +10,8 @@ import pytest
 
 from seismograd import RunStore
 from seismograd.telemetry.rules import RULES
+from tests.commands import ROOT, python
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "experiments" / "phantom_clipping.json"
 VERDICT = "Precision mismatch: phantom clipping"
 
@@ -22,15 +20,7 @@ VERDICT = "Precision mismatch: phantom clipping"
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished ``--quick``: the runs, and the report."""
     folder = tmp_path_factory.mktemp("quick")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "phantom_clipping.py"), "--quick", "--runs", str(folder)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    python(ROOT / "examples" / "phantom_clipping.py", "--quick", "--runs", folder, cwd=folder)
     return folder
 
 

@@ -7,51 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
 
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character."""
-    vocabulary = ["<pad>", "<eos>", "<unk>", *"0123456789abcdefghijklmnopqrstuvwxyz +-*/=?.,"]
-    tok = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
-    tok.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tok, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
+from benchmarks import small
 
 
 def model(dropout: float = 0.0, layers: int = 2, tied: bool = False) -> PreTrainedModel:
     """A random Qwen3 with logits as spread as a real one's."""
-    tok = tokenizer()
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(tok), hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16, initializer_range=0.2, attention_dropout=dropout,
-            tie_word_embeddings=tied, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-        )
+    return small.model(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=16, initializer_range=0.2, attention_dropout=dropout, tie_word_embeddings=tied,
     )  # fmt: skip
-
-
-class EngineTrainer(GRPOTrainer):  # type: ignore[misc]
-    """Rollout log-probs come from a BF16 forward, as a BF16 rollout engine would give them."""
-
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
-        out = super()._generate_and_score_completions(inputs)
-        ids = torch.cat([out["prompt_ids"], out["completion_ids"]], 1)
-        attention = torch.cat([out["prompt_mask"], out["completion_mask"]], 1)
-        training = self.model.training
-        self.model.eval()
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            logp, _, _ = self._get_per_token_logps_and_entropies(
-                self.model, ids, attention, out["completion_ids"].shape[1]
-            )
-        self.model.train(training)
-        out["old_per_token_logps"] = out["sampling_per_token_logps"] = logp.float()
-        return out
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -62,7 +30,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def trainer(
     folder: Path | str,
     steps: int = 4,
-    cls: type[GRPOTrainer] = EngineTrainer,
+    cls: type[GRPOTrainer] = small.EngineTrainer,
     dropout: float = 0.0,
     net: PreTrainedModel | None = None,
     peft_config: Any = None,
@@ -76,25 +44,18 @@ def trainer(
         net.save_pretrained(Path(folder) / "reference")
         net.config._name_or_path = str(Path(folder) / "reference")
     settings: dict[str, Any] = {
-        "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "num_generations": 4,
         "max_completion_length": 6,
         "max_steps": steps,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
         "seed": 1,
         "learning_rate": 1e-3,
     }
     return cls(
         model=net,
-        args=GRPOConfig(**{**settings, **config}),
-        train_dataset=Dataset.from_list([{"prompt": f"{i}+{i + 1}=?"} for i in range(64)]),
-        processing_class=tokenizer(),
+        args=small.settings(folder, **{**settings, **config}),
+        train_dataset=small.prompts(64),
+        processing_class=small.tokenizer(),
         reward_funcs=reward,
         peft_config=peft_config,
         callbacks=callbacks,
