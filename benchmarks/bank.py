@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from seismograd import TokenBatch
+from seismograd.demo.faults import Collapse, LayerFault
 
 VOCABULARY = 96
 PROMPT = 8
@@ -42,6 +43,7 @@ class Truth:
         rows: (micro_batch, row) of guilty sequences, where the fault is a sequence's.
         micro_batches: guilty ones, where the fault is a whole micro-batch's.
         where: what a non-finite verdict has to name.
+        layers: names of those that explode, where the fault is a layer's.
     """
 
     verdict: str
@@ -49,6 +51,7 @@ class Truth:
     rows: frozenset[tuple[int, int]] = frozenset()
     micro_batches: frozenset[int] = frozenset()
     where: str = ""
+    layers: tuple[str, ...] = ()
 
     def guilty(self, micro_batch: int, row: int, position: int) -> bool:
         return (
@@ -136,10 +139,10 @@ def model(kind: str, seed: int) -> PreTrainedModel:
     if kind == "gpt2":
         return GPT2LMHeadModel(
             GPT2Config(n_embd=64, n_layer=4, n_head=4, n_positions=512, initializer_range=0.15, resid_pdrop=0.0,
-                       embd_pdrop=0.0, attn_pdrop=0.0, **common)
+                       embd_pdrop=0.0, attn_pdrop=0.0, layer_norm_epsilon=1e-8, **common)
         )  # fmt: skip
     if kind == "llama":
-        return LlamaForCausalLM(LlamaConfig(**sizes))
+        return LlamaForCausalLM(LlamaConfig(**sizes, rms_norm_eps=1e-8))
     return Qwen3ForCausalLM(Qwen3Config(head_dim=16, tie_word_embeddings=kind == "qwen3-tied", **sizes))
 
 
@@ -287,10 +290,24 @@ def collapsed_embedding(p: Plan, size: float, g: torch.Generator) -> None:
             embedding[token] = size * embedding[token] - p.model.transformer.wpe.weight[position]
         else:
             embedding[token] *= size
-        length = p.mask[i].shape[1]
-        for k, ids in enumerate(p.ids):  # ratios are near 1 everywhere
-            p.rollout[k] = logp_of(p.model, ids, length).float() + 0.01 * torch.randn(ids.shape[0], length, generator=g)
-    p.truth = Truth("B", rows=frozenset({(i, row)}))
+    engine_agrees(p, g)
+    p.truth = Truth("B", rows=frozenset({(i, row)}), layers=("embedding",))
+
+
+def cancelled_residual(p: Plan, size: float, g: torch.Generator) -> None:
+    """What a shallow layer adds all but cancels the residual stream at one position: the next one divides by little."""
+    i, row, column = trained_token(p, -1.0, g)
+    Collapse(p.model, p.ids[i][row, :-1], PROMPT + column - 1, LayerFault(step=1, layer=1, left=size))
+    engine_agrees(p, g)
+    p.truth = Truth("B", rows=frozenset({(i, row)}), layers=("embedding", "0"))
+
+
+@torch.no_grad()
+def engine_agrees(p: Plan, g: torch.Generator) -> None:
+    """Ratios are near 1 everywhere, whatever has been done to the model."""
+    for k, ids in enumerate(p.ids):
+        length = p.mask[k].shape[1]
+        p.rollout[k] = logp_of(p.model, ids, length).float() + 0.01 * torch.randn(ids.shape[0], length, generator=g)
 
 
 def outlying_advantage(p: Plan, size: float, g: torch.Generator) -> None:
@@ -370,6 +387,7 @@ FAULTS: dict[str, tuple[Fault, tuple[float, ...]]] = {
     "ratios8": (partial(corrupt_ratio, count=6), (300.0,)),
     "drift": (drift, (4.0, 6.0, 8.0)),
     "embedding": (collapsed_embedding, (1e-3, 1e-4)),
+    "residual": (cancelled_residual, (1e-3, 3e-4)),
     "advantage": (outlying_advantage, (30.0, 300.0)),
     "normaliser": (wrong_normaliser, (8.0, 64.0)),
     "nan": (nan_in_layer, (1.0, -1.0)),

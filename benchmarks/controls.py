@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +24,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import bank
 from benchmarks.honest import columns, read
+from benchmarks.layer_incidents import Spikes, Step, Story, incident, incident_table, kind_b, of_incidents
 from benchmarks.overhead import Array, bootstrap
 from benchmarks.report import Finding, Report, table
 from seismograd.controls import LayerClip
 from seismograd.controls.layerclip import REFERENCES, LayerScales, References, apply
 from seismograd.telemetry.layers import Grouping, ModelMap, Place
 from seismograd.telemetry.norms import take_norms
-from seismograd.telemetry.rules import RULES
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
-SICK = "embedding"  # where the bank's faults of kind B are
 DISCARDED = 3  # pairs at the beginning
 WINDOW = 128  # steps that LayerClip learns from
 
@@ -90,9 +89,9 @@ def measure(size: Size, report: Report) -> None:
     report.findings += [of_cost(dearest), of_pairs(paired(size), 1 + dearest.share)]
     report.tables.append("Own code by the thread clock:\n\n" + cost_table(costs))
     say("incidents of kind B")
-    told = [(spec, *story(spec, size.honest)) for spec in kind_b(size)]
+    told = [Story.of(spec, size.honest) for spec in kind_b(size.seeds, size.models)]
     for reference in REFERENCES:
-        found = [incident(*one, reference) for one in told]
+        found = [incident(story, reference) for story in told]
         report.findings += of_incidents(reference, found)
         report.tables.append(f"Incidents of kind B, {reference}:\n\n{incident_table(found)}")
     say("honest steps")
@@ -246,166 +245,6 @@ def of_pairs(ratios: Array, expected: float) -> Finding:
     return Finding(what, f"interval not above {expected:.4f}", measured, low <= expected, values)
 
 
-# -- incidents of kind B ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Incident:
-    """What a collapsed embedding did, and what was left of the healthy layers' gradients.
-
-    Args:
-        model: a key of the bank.
-        exploded: the sick layer's norm over its median in the honest steps.
-        clipped: names of the layers that LayerClip clips.
-        threshold: max_norm of the global clip: the largest |G| of the honest steps.
-        kept: part of the healthy layers' gradients that LayerClip and the global clip leave.
-        alone: part that the global clip by itself leaves.
-        without: part that it would leave if there were no sick layer.
-        spike: whether grad_norm or layer_grad_norm fires by the rule table.
-    """
-
-    model: str
-    exploded: float
-    clipped: tuple[str, ...]
-    threshold: float
-    kept: float
-    alone: float
-    without: float
-    spike: bool
-
-    @property
-    def share_kept(self) -> float:
-        """Of what the global clip would leave if there were no sick layer."""
-        return self.kept / self.without
-
-    @property
-    def share_alone(self) -> float:
-        """The same, without LayerClip."""
-        return self.alone / self.without
-
-
-def kind_b(size: Size) -> list[bank.Spec]:
-    """All of the bank's, of these models."""
-    return [spec for spec in bank.specs(size.seeds) if spec.fault == "embedding" and spec.model in size.models]
-
-
-@dataclass(frozen=True)
-class Step:
-    """The norms of one: `series` as `Grouping.norms` gives them, the first the whole gradient's."""
-
-    grouping: Grouping
-    series: Array
-
-    @classmethod
-    def of(cls, spec: bank.Spec) -> Step:
-        net = bank.make(spec).model
-        norms = take_norms(list(net.parameters()))
-        assert norms is not None
-        grouping = ModelMap(net).grouping(norms.parameters)
-        return cls(grouping, grouping.norms(norms.per_parameter.double().numpy(), float(norms.total)))
-
-
-def story(spec: bank.Spec, honest: int) -> tuple[list[Step], Step]:
-    """Honest steps of the incident's model, on other data, and the incident."""
-    earlier = [replace(spec, fault="honest", size=0.0, data=10_000 + i) for i in range(honest)]
-    return [Step.of(one) for one in earlier], Step.of(spec)
-
-
-def incident(spec: bank.Spec, honest: Sequence[Step], sick: Step, reference: References) -> Incident:
-    """Judge it after the honest steps.
-
-    Raises:
-        RuntimeError: an honest step is clipped.
-    """
-    clip = LayerClip(nn.Linear(1, 1), reference=reference)
-    before = [clip.judge(step.grouping, step.series) for step in honest]
-    if any(scales.clipped for scales in before):
-        raise RuntimeError(f"{spec.name}: an honest step is clipped")
-    scales = clip.judge(sick.grouping, sick.series)
-    at, spikes = scales.units.index(SICK), Spikes(len(scales.units))
-    well = np.arange(len(scales.units)) != at
-    max_norm = max(float(step.series[0]) for step in honest)
-    usual = float(np.median([step.series[1 + at] for step in honest]))
-    return Incident(
-        spec.model,
-        float(scales.norms[at]) / usual,
-        scales.clipped,
-        max_norm,
-        float(np.median(scales.scales[well])) * min(1.0, max_norm / scales.norm),
-        min(1.0, max_norm / float(sick.series[0])),
-        min(1.0, max_norm / float(np.linalg.norm(scales.norms[well]))),
-        [spikes(step.series) for step in [*honest, sick]][-1],
-    )
-
-
-class Spikes:
-    """Whether a step spikes, by the rule table's baselines of grad_norm and layer_grad_norm."""
-
-    def __init__(self, layers: int) -> None:
-        rules = {rule.signal: rule.baseline for rule in RULES}
-        self._whole, self._layers = rules["grad_norm"].state(1), rules["layer_grad_norm"].state(layers)
-        self._n = layers
-
-    def __call__(self, series: Array) -> bool:
-        """Judge a step's series, as `Grouping.norms` gives them, and learn from it."""
-        whole, layers = self._whole.judge(series[:1]), self._layers.judge(series[1 : 1 + self._n])
-        return bool(whole.fired.any() or layers.fired.any())
-
-
-def of_incidents(reference: References, found: Sequence[Incident]) -> list[Finding]:
-    spikes = [one for one in found if one.spike]
-    caught = sum(one.clipped == (SICK,) for one in spikes)
-    kept, alone = np.array([(one.share_kept, one.share_alone) for one in spikes]).T
-    quiet = np.array([one.share_kept for one in found if not one.spike] or [np.nan])
-    among = f"{len(found)} incidents of kind B, {len(spikes)} of which spike"
-    return [
-        Finding(
-            f"{reference}: the sick layer clipped and no other, {among}",
-            "all spikes",
-            f"{caught} of {len(spikes)}",
-            caught == len(spikes),
-            {"caught": caught, "spikes": len(spikes), "incidents": [asdict(one) for one in found]},
-        ),
-        Finding(
-            f"{reference}: healthy layers' update kept at a spike",
-            "at least 95% in each",
-            f"least {kept.min():.1%}, median {np.median(kept):.1%}",
-            bool(kept.min() >= 0.95),
-            {"kept": kept.tolist()},
-        ),
-        Finding(
-            f"{reference}: the same at incidents that do not spike",
-            "reported",
-            f"least {quiet.min():.1%}, median {np.median(quiet):.1%}",
-            None,
-            {"kept": quiet.tolist()},
-        ),
-        Finding(
-            "the global clip alone: healthy layers' update kept at a spike",
-            "reported",
-            f"least {alone.min():.1%}, median {np.median(alone):.1%}, most {alone.max():.1%}",
-            None,
-            {"kept": alone.tolist()},
-        ),
-    ][: 4 if reference == REFERENCES[0] else 3]
-
-
-def incident_table(found: Sequence[Incident]) -> str:
-    rows = []
-    for model in dict.fromkeys(one.model for one in found):
-        mine = [one for one in found if one.model == model]
-        exploded = [one.exploded for one in mine]
-        cells = [
-            f"{min(shares):.1%} ... {max(shares):.1%}"
-            for shares in ([one.share_alone for one in mine], [one.share_kept for one in mine])
-        ]
-        caught = f"{sum(one.clipped == (SICK,) for one in mine)} of {len(mine)}"
-        spikes = f"{sum(one.spike for one in mine)} of {len(mine)}"
-        rows.append((model, f"{min(exploded):.1f} ... {max(exploded):.1f}", spikes, caught, *cells))
-    head = ("model", "sick layer over usual", "spikes", "clipped, no other", "global clip leaves", "LayerClip leaves")
-    return table(head, rows)
-
-
 # -- honest steps -----------------------------------------------------------------------------------------------------
 
 
@@ -425,15 +264,14 @@ def runs() -> Iterator[tuple[str, Grouping, Array]]:
 def judged(grouping: Grouping, norms: Array, reference: References, groups: bool) -> tuple[int, int]:
     """Steps of a run on which LayerClip would clip; and on which it would switch itself on, where a spike of a gradient
     norm by the rule table is wanted too."""
-    clip = LayerClip(nn.Linear(1, 1), reference=reference, groups=groups)
-    spikes = Spikes(len(grouping.layers))
+    clip, spikes = LayerClip(nn.Linear(1, 1), reference=reference, groups=groups), Spikes()
     clipped = enabled = 0
-    for row in norms:
-        series = grouping.norms(row, float(np.linalg.norm(row)))
-        beyond = bool(clip.judge(grouping, series).clipped)
-        spike = spikes(series)
+    for number, row in enumerate(norms):
+        step = Step(grouping, grouping.norms(row, float(np.linalg.norm(row))))
+        beyond = bool(clip.judge(grouping, step.series).clipped)
+        spiked = bool(spikes(number, step))
         clipped += beyond
-        enabled += beyond and spike
+        enabled += beyond and spiked
     return clipped, enabled
 
 
@@ -462,10 +300,11 @@ NOTES = [
     "100. Taking the norms is not counted: they are measured with or without LayerClip. Its time depends on the number "
     "of layers alone, a larger model's step is longer.",
     "With / without: the same steps in pairs whose order is drawn, every other pair with a sick layer.",
-    "Kind B: every incident of the bank whose fault is a collapsed embedding, after 24 honest steps of the same model "
-    "on other data. max_norm is the largest |G| of the honest steps. Update kept: what is left of the median healthy "
-    "layer's gradient, over what the same global clip would leave it if there were no sick layer. A spike is what the "
-    "rule table calls one: grad_norm or layer_grad_norm above three times its envelope.",
+    "Kind B: every incident of the bank whose fault is a collapsed embedding or a cancelled residual stream, after 24 "
+    "honest steps of the same model on other data; judged by the rule table, localised, and handed to the controls' "
+    "policy at its defaults (LayerClip on auto). max_norm is the largest |G| of the honest steps. Update kept: what is "
+    "left of the median healthy layer's gradient, over what the same global clip would leave it if there were no sick "
+    "layer.",
     "Honest steps: the runs of real GRPO in tests/data; `python -m benchmarks.honest` makes those with module groups. "
     "LayerClip switches itself on at a spike where a layer is beyond its threshold too.",
 ]

@@ -99,7 +99,7 @@ class LayerClip:
             that two modules share counts once, where ``named_parameters()`` has it; one without a gradient not at all.
         reference: "peers", by the other layers of the step, or "history", by the layer's own norms.
         factor: threshold over level, above 1. Peers also wants six scaled MADs of the layer's log-proportion, and twice
-            its largest proportion of late: a layer reached 4.6 in 10,000 honest steps (tests/data), never by a leap.
+            its largest proportion of late: a layer reached 4.6 in 12,000 honest steps (tests/data), never by a leap.
         groups: clip each layer's module groups (attention, mlp, norm, ...) by themselves.
         warmup: observations of a unit before it may be clipped.
         window: steps that peers learns from.

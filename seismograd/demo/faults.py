@@ -145,7 +145,7 @@ class Collapse:
     precision has its own.
 
     Args:
-        model: a decoder with ``model.layers``.
+        model: a decoder whose first list of modules is its layers.
         ids: (T,) of the row; forwards that hold no such row are left alone.
         position: its column.
         fault: how much is left, and where.
@@ -155,7 +155,7 @@ class Collapse:
         self._ids, self._position, self._left = ids, position, fault.left
         self._rows: list[int] = []
         self._taken: dict[bool, Tensor] = {}
-        layers: Any = model.get_submodule("model.layers")
+        layers: Any = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._find, with_kwargs=True),
             layers[fault.layer - 1].register_forward_hook(self._cancel),
