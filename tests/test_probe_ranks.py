@@ -75,14 +75,19 @@ def plans(folder: Path) -> list[list[list[str]]]:
     return [json.loads((folder / f"loop.py.{rank}.json").read_text())[0] for rank in (0, 1)]
 
 
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What training comes to without the hook."""
+    return launch(tmp_path_factory.mktemp("honest"), TRAINER, 2, watched=False, what="")
+
+
 @pytest.mark.slow
-def test_training_is_bit_identical_and_the_values_are_of_all_ranks(tmp_path: Path) -> None:
-    with_hook = launch(tmp_path / "with", TRAINER, 2, watched=True, what="values")
-    assert with_hook == launch(tmp_path / "without", TRAINER, 2, watched=False, what="values")
-    assert faults(tmp_path / "with") == []
-    found = json.loads((tmp_path / "with" / "loop.py.0.json").read_text())[1]
+def test_training_is_bit_identical_and_the_values_are_of_all_ranks(tmp_path: Path, honest: list[str]) -> None:
+    assert launch(tmp_path, TRAINER, 2, watched=True, what="values") == honest
+    assert faults(tmp_path) == []
+    found = json.loads((tmp_path / "loop.py.0.json").read_text())[1]
     assert len(found) == 4
-    with RunStore.read(tmp_path / "with" / "runs" / "run" / "run.db") as store:
+    with RunStore.read(tmp_path / "runs" / "run" / "run.db") as store:
         for key in found[0]:
             name, _, part = key.partition('{part="')
             series = store.series(name, **({"part": part.rstrip('"}')} if part else {}))
@@ -111,15 +116,14 @@ def test_rank_0_chooses_for_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_fails_on_one_rank_is_given_up_by_all(tmp_path: Path) -> None:
-    with_hook = launch(tmp_path / "with", TRAINER, 2, watched=True, what="fails")
-    assert with_hook == launch(tmp_path / "without", TRAINER, 2, watched=False, what="fails")
-    with RunStore.read(tmp_path / "with" / "runs" / "run" / "run.db") as store:
+def test_what_fails_on_one_rank_is_given_up_by_all(tmp_path: Path, honest: list[str]) -> None:
+    assert launch(tmp_path, TRAINER, 2, watched=True, what="fails") == honest
+    with RunStore.read(tmp_path / "runs" / "run" / "run.db") as store:
         assert store.series("gradient_cosine") == []
         assert len(store.series("grad_norm", layer="all", group="all")) == 4
         messages = [event.message for event in store.events("fault")]
     assert "MemoryError" in messages[0]
     assert "probe_geometry is switched off" in messages[-1]
-    mine, other = plans(tmp_path / "with")
+    mine, other = plans(tmp_path)
     assert ["geometry" in plan for plan in mine] == [True, True, True, False]
     assert mine == other
