@@ -42,11 +42,13 @@ class Probed:
     """A probe's result, which may arrive with the transfer of a later step.
 
     Args:
+        probe: its name.
         step: that it was measured at.
         values: as the probe left them on the device.
         read: makes readings of them, on the worker's thread.
     """
 
+    probe: str
     step: int
     values: Host
     read: Callable[[Host], Sequence[Reading]]

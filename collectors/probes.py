@@ -74,9 +74,10 @@ class Probes:
     # -- what is due ----------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> frozenset[str]:
-        """What this process would run at a step."""
+        """What this process would run at a step: not what keeps failing, here or where its results are read."""
         with self._faults.fence("step"):
-            return frozenset(probe for probe in self._budget.due(step) if self._faults.working(f"probe_{probe}"))
+            due = self._budget.due(step)
+            return frozenset(p for p in due if all(self._faults.working(f"{part}_{p}") for part in ("probe", "read")))
         return frozenset()
 
     def agree(self, plan: frozenset[str]) -> None:
@@ -150,7 +151,7 @@ class Probes:
         """What has arrived; and the time of the probes that have finished is booked."""
         pending, self._pending = self._pending, []
         self._book()
-        return tuple(Probed(p.step, host[p.probe, p.step], p.read) for p in pending)
+        return tuple(Probed(p.probe, p.step, host[p.probe, p.step], p.read) for p in pending)
 
     @property
     def waiting(self) -> bool:

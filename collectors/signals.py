@@ -141,7 +141,7 @@ class SignalWorker:
         """A row for each result, of the step that it was measured at."""
         rows = []
         for probed in found:
-            with self._faults.fence("probed"):
+            with self._faults.fence(f"read_{probed.probe}"):
                 readings = tuple(probed.read(probed.values))
                 rows += [Row(probed.step, at, readings)] if readings else []
         return rows

@@ -134,7 +134,7 @@ class Sample:
         """(K,) int16, the bits of the sampled weights in a dtype of 16 bits."""
         if not self.parameters:
             return self.layer.to(torch.int16)
-        values = [_local(p).detach() for p in self.parameters]
+        values = [_local(p) for p in self.parameters]
         chosen = [x.reshape(-1) if i is None else torch.take(x, i) for x, i in zip(values, self.drawn, strict=True)]
         return torch.cat([x.to(self.layer.device, dtype) for x in chosen]).view(torch.int16)
 
@@ -171,4 +171,4 @@ def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _local(p: Tensor) -> Tensor:
-    return p.to_local() if isinstance(p, DTensor) else p
+    return p.detach().to_local() if isinstance(p, DTensor) else p.detach()

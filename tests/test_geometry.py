@@ -188,9 +188,16 @@ def test_another_forward_s_replay_is_not_believed(tmp_path: Path) -> None:
     loop.batch = other  # type: ignore[method-assign]
     plain = Loop()
     with loop.run:  # type: ignore[union-attr]
-        assert loop.train(4) == plain.train(4)
-    assert "gradient_cosine" not in read(tmp_path)
-    assert "nats off the training's" in events(tmp_path, "fault")[0].message
+        for _ in range(6):
+            loop.train(1)
+            loop.run.flush()  # type: ignore[union-attr]
+        assert loop.train(0) == plain.train(6)
+    found = read(tmp_path)
+    assert "gradient_cosine" not in found
+    first, last = events(tmp_path, "fault")
+    assert "nats off the training's" in first.message
+    assert "read_geometry is switched off after 3 faults in a row" in last.message
+    assert [took > 0 for took in found['hook_seconds{part="probe_geometry"}']] == [True] * 3 + [False] * 3
 
 
 def test_tokens_without_advantages_have_no_geometry(tmp_path: Path) -> None:

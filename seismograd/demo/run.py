@@ -93,8 +93,10 @@ def demo(
                 sinks=["auto", sink],
                 controls={"layerclip.warmup": LEARNT, "tokenclip": "auto"},
             ) as run:
-                out.print("Probes run on every step, the gradient's geometry on every fifth: to show all signals.")
-                out.print("By default they keep to 1% of the step time.")
+                out.print(
+                    "Probes run on every step (geometry: every fifth), to show all signals; "
+                    "by default they keep to 1% of the step time."
+                )
                 if run.prometheus_url is not None:
                     out.print(f"Metrics: {run.prometheus_url}")
                 start = time.perf_counter()
