@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from benchmarks import grpo, transfers
 from benchmarks.report import Finding, Report, table
 from seismograd import Reading, Row, Run, RunInfo, RunStore, watch
+from seismograd.collectors.budget import PROBES
 from seismograd.telemetry.sinks.prometheus import PrometheusSink
 
 Array = NDArray[np.float64]
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(size: Size, folder: Path, report: Report) -> None:
     """All parts, into the report."""
     say("always-on signals only")
-    free = own_time(size.steps_free, size.seconds, folder / "free", probes={"shadow": 0, "deployed": 0})
+    free = own_time(size.steps_free, size.seconds, folder / "free", probes=dict.fromkeys(PROBES, 0))
     say("with the default probe budget")
     default = own_time(size.steps_probes, size.seconds, folder / "default", probes=None)
     say("with and without, interleaved")
@@ -104,8 +105,7 @@ def measure(size: Size, folder: Path, report: Report) -> None:
     ]
     report.tables += [
         f"By part, always-on signals only ({len(free.steps)} steps):\n\n{by_part(free)}",
-        f"By part, default probe budget ({len(default.steps)} steps, {default.runs('probe_shadow')} of them with the "
-        f"shadow probe):\n\n{by_part(default)}",
+        f"By part, default probe budget ({len(default.steps)} steps; {probe_runs(default)}):\n\n{by_part(default)}",
     ]
     report.notes += notes(default, free, counted)
 
@@ -168,6 +168,11 @@ def read_cost(path: Path) -> OwnTime:
     steps = np.array([row["step_seconds",] for row in rows])
     total = sum(seconds.sum() for seconds in parts.values())
     return OwnTime({name: x[DISCARDED:] for name, x in parts.items()}, steps[DISCARDED:], float(total / steps.sum()))
+
+
+def probe_runs(cost: OwnTime) -> str:
+    """How often each probe ran."""
+    return ", ".join(f"{probe} on {cost.runs(f'probe_{probe}')}" for probe in PROBES)
 
 
 def by_part(cost: OwnTime) -> str:
@@ -363,7 +368,7 @@ def notes(default: OwnTime, free: OwnTime, counted: transfers.Counted) -> list[s
         "flatters no share; intervals of shares are bootstrapped over steps. A scrape runs on the server's thread and "
         "is not in it: see its own line.",
         f"The first {DISCARDED} steps of each run are left out. They hold torch's and our own first calls, and the "
-        "first shadow probe, which is paid back before the next. With it, the run with the default budget spent "
+        "first probes, which are paid back before the next. With them, the run with the default budget spent "
         f"{default.with_first:.2%} in own code from its first step on.",
         "With / without: the hook is put on and taken off between the steps of one run, in pairs whose order is drawn, "
         "probes on their budget; a watched step ends when its row is written. Median of the pairs' ratios with its "
@@ -372,7 +377,7 @@ def notes(default: OwnTime, free: OwnTime, counted: transfers.Counted) -> list[s
         f"Hand-over: a model whose gradients have {SCALARS:,} series or more, and a log of {SCALARS:,} numbers, by the "
         "training thread's clock. In the GRPO run, with cold caches and one of each a step, it is the part `handover`.",
         "Transfers: calls of `Transfer.fetch` by step, and beside them calls in our files that make the host wait for "
-        "a device (`.item()`, `.cpu()`, a mask as an index, ...), counted at torch's Python interface with both probes "
+        "a device (`.item()`, `.cpu()`, a mask as an index, ...), counted at torch's Python interface with all probes "
         f"on every step: {others or 'none'}.",
     ]
     if high > 1.5 * low:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 import seismograd
 from benchmarks import grpo
 from seismograd import watch
+from seismograd.collectors.budget import PROBES
 from seismograd.collectors.transfer import Transfer
 
 STEPS = 4
@@ -46,7 +47,7 @@ class Counted:
 
 
 def count(folder: Path) -> Counted:
-    """A short watched run with both probes on every step."""
+    """A short watched run with all probes on every step."""
     trainer = grpo.trainer(folder, STEPS, seconds=120)
     by_step: Counter[int] = Counter()
     chains: Counter[str] = Counter()
@@ -60,11 +61,11 @@ def count(folder: Path) -> Counted:
 
     with (
         patch.object(Transfer, "fetch", counting),
-        watch(trainer, runs=folder, name="run", probes={"shadow": 1, "deployed": 1}),
+        watch(trainer, runs=folder, name="run", probes=dict.fromkeys(PROBES, 1)),
         Waiting() as waiting,
     ):
         trainer.train()
-    # The last step's deployed probe is brought over when training has ended: in a step that is none.
+    # The last step's probes of moved weights are brought over when training has ended: in a step that is none.
     return Counted([by_step[step] for step in range(1, STEPS + 1)], chains.most_common(1)[0][0], dict(waiting.found))
 
 

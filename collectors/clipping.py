@@ -126,19 +126,19 @@ def taken_away(table: TokenTable, spec: ClipSpec, log_ratio: Floats) -> Flags:
     up, down = table.advantage > 0, table.advantage < 0
     taken = (high & up) | (low & down)
     if spec.delta is not None:
-        taken |= (_level(table, spec, log_ratio) > np.log(spec.delta)) & down
+        taken |= (at_level(table, spec, log_ratio) > np.log(spec.delta)) & down
     return table.trained & taken
 
 
 def _bounds(table: TokenTable, spec: ClipSpec, log_ratio: Floats) -> tuple[Flags, Flags]:
     """(below the lower bound, above the upper bound), compared on the log scale, where nothing overflows."""
-    level = _level(table, spec, log_ratio)
+    level = at_level(table, spec, log_ratio)
     low = np.log(1 - spec.eps_low) if spec.eps_low < 1 else -np.inf
     high = np.log1p(spec.eps_high)
     return level < low, level > high
 
 
-def _level(table: TokenTable, spec: ClipSpec, log_ratio: Floats) -> Floats:
+def at_level(table: TokenTable, spec: ClipSpec, log_ratio: Floats) -> Floats:
     """(N,) the log-ratio that decides for each token: its own, or its sequence's mean or sum."""
     if spec.level == "token":
         return log_ratio

@@ -107,5 +107,6 @@ class Detection:
                 step.spikes = tuple(self._detector.judge(step.number, measured))
         able = all(seen.able for seen in everybody) and any(seen.tokens for seen in everybody)
         wanted = localiser is not None and able and localiser.wants(step.spikes)
-        step.spikes, wanted, step.scales = self._meeting.shared((step.spikes, wanted, step.scales))[0]
+        decided = (step.spikes, wanted, step.scales, step.probes_next)
+        step.spikes, wanted, step.scales, step.probes_next = self._meeting.shared(decided)[0]
         return wanted

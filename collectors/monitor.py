@@ -1,10 +1,10 @@
 """One step, in the training thread: what an adapter calls, in this order, and what happens then.
 
-    begin_step(step)
+    begin_step(step) ................ weights probe
     add(batch) ...................... after each micro-batch's forward; caught(i, dL/dlogp) during its backward
-    clip(parameters, max_norm) ...... shadow probe, norms, the one transfer, detection, localisation, LayerClip where it
-                                      is on, then the clip
-    end_step() ...................... deployed probe, hand-over to the worker
+    clip(parameters, max_norm) ...... shadow and geometry probes, norms, the one transfer, detection, localisation,
+                                      LayerClip where it is on, then the clip
+    end_step() ...................... deployed and weights probes, hand-over to the worker
 
 Everything here is fenced: a fault costs the signal, never the step. What the trainer would have done itself (the clip)
 is done even if all of ours fails.
@@ -22,15 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from seismograd.collectors.budget import ProbeBudget
 from seismograd.collectors.columns import device_columns, host_batch
 from seismograd.collectors.controlling import Controls, Protector
 from seismograd.collectors.detection import Detection, Localiser
 from seismograd.collectors.guard import Guard
 from seismograd.collectors.meeting import Meeting
 from seismograd.collectors.payload import Gradients, LogPayload, Outlet, StepPayload
-from seismograd.collectors.probes import Probes
-from seismograd.collectors.shadow import Precision
+from seismograd.collectors.probes import Probes, Setup
 from seismograd.collectors.step import Step
 from seismograd.collectors.table import TokenTable
 from seismograd.collectors.transfer import Host, Transfer
@@ -46,9 +44,8 @@ class StepMonitor:
     """See the module's docstring. All methods are the training thread's.
 
     Args:
-        model: the trained model, for its parameters' names and the shadow forward.
-        budget: spaces the probes.
-        shadow: the rollout's precision.
+        model: the trained model, for its parameters' names and the probes.
+        probes: what they are made with.
         detector: judges the rules of kind "step".
         hub: takes payloads and events.
         faults: fences every part.
@@ -60,8 +57,7 @@ class StepMonitor:
     def __init__(
         self,
         model: nn.Module,
-        budget: ProbeBudget,
-        shadow: Precision,
+        probes: Setup,
         detector: Detector,
         hub: Outlet,
         faults: Faults,
@@ -73,13 +69,13 @@ class StepMonitor:
         """How the loss limits its ratios; set by the adapter."""
         self.overflow_expected = False
         """The loss is scaled, so that non-finite gradients are routine; set by the adapter."""
-        self.shadow = shadow
+        self.shadow = probes.precision
         self._hub, self._faults = hub, faults
         self._map = ModelMap(model)
         self._step: Step | None = None
         self._seconds: dict[str, float] = {}
         self._meeting = Meeting(meet, self.guard)
-        self._probes = Probes(model, budget, shadow, faults, self.guard)
+        self._probes = Probes(model, probes, faults, self.guard)
         self._detection = Detection(detector, localiser, self._meeting, faults, self.guard)
         self.controls = Controls(protector, lambda: self._step, self._meeting, hub, faults, self.guard)
         """What acts in the step; for the adapter."""
@@ -97,6 +93,8 @@ class StepMonitor:
         """A step begins; what an unfinished one left is dropped."""
         self._meeting.begin()
         self._step = Step(step, time.perf_counter())
+        with self._faults.fence("step"):
+            self._probes.begin(self._step, self._meeting)
 
     def abandon(self) -> None:
         """The step in progress will not end: let go of what it held."""
@@ -205,7 +203,7 @@ class StepMonitor:
         first = step is not None and not step.prepared
         if step is not None and first:
             step.prepared = True
-            self._probes.shadow(step)
+            self._probes.before(step, self._meeting.ranks)
         norms: Norms | None = None
         if self._faults.working("norms"):
             with self._faults.fence("norms") if clipping else self.guard("norms"):
@@ -220,13 +218,15 @@ class StepMonitor:
         with self.guard("transfer"):
             self._fetch(step, norms)
         self.controls.judge(step)
+        step.probes_next = self._probes.due(step.number + 1)
         self._detection.judge(step, scale, self.overflow_expected)
+        self._probes.agree(step.probes_next)
         self.controls.decide(step, clipping, self.overflow_expected)
 
     def _end(self, step: Step) -> None:
         if not step.prepared:  # the loop neither clipped nor gave us its optimizer: there are tokens only
             self._judge(step, None)
-        self._probes.deployed(step)
+        self._probes.after(step)
         seconds = time.perf_counter() - step.began
         mine, self._seconds = self._seconds, {}  # before the guard, whose own time is booked on the next step
         with self.guard("handover"):
@@ -243,7 +243,8 @@ class StepMonitor:
                     spikes=step.spikes,
                     hook_seconds=mine,
                     probe_ages=self._probes.ages(step.number),
-                    deployed=step.deployed,
+                    probe_spacings=self._probes.spacings(),
+                    probed=step.probed,
                     explained=step.explained,
                     controls=self.controls.states,
                     scales=step.scales,
@@ -284,7 +285,7 @@ class StepMonitor:
         if step.batches:
             batches = [host_batch(batch, i, host) for i, batch in enumerate(step.batches)]
             step.tokens = TokenTable.of(batches, engine=all(batch.engine for batch in step.batches))
-        step.deployed = self._probes.take_out(host)
+        step.probed = self._probes.take_out(host)
 
     def _gradients(self, norms: Norms, per_parameter: Host, total: float) -> Gradients:
         grouping = self._map.grouping(norms.parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seismograd.collectors.table import TokenTable
+from seismograd.collectors.transfer import Host
 from seismograd.controls.layerclip import LayerScales
 from seismograd.controls.switch import State
 from seismograd.telemetry.incidents import Explained
 from seismograd.telemetry.layers import Grouping
-from seismograd.telemetry.records import ClipSpec, Event, Spike
+from seismograd.telemetry.records import ClipSpec, Event, Reading, Spike
 
 
 @dataclass(frozen=True)
@@ -37,20 +38,24 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Deployed:
-    """A deployed probe's result, which arrives with the transfer of a later step.
+class Probed:
+    """A probe's result, which may arrive with the transfer of a later step.
 
     Args:
+        probe: its name.
         step: that it was measured at.
-        improvement: mean over trained tokens of (shadow log-prob after the step - before) * sign(advantage), nats.
+        values: as the probe left them on the device.
+        read: makes readings of them, on the worker's thread.
     """
 
+    probe: str
     step: int
-    improvement: float
+    values: Host
+    read: Callable[[Host], Sequence[Reading]]
 
     @property
     def size(self) -> int:
-        return 1
+        return int(self.values.size)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class StepPayload:
         spikes: found in the step.
         hook_seconds: time spent in the training thread by part.
         probe_ages: steps since each probe ran.
-        deployed: results that arrived with this step's transfer.
+        probe_spacings: steps from one run of each probe to the next.
+        probed: results that arrived with this step's transfer.
         explained: the localisation of this step's spike, or None.
         controls: their states.
         scales: what LayerClip made of the gradients, or None where it is off.
@@ -84,7 +90,8 @@ class StepPayload:
     spikes: tuple[Spike, ...] = ()
     hook_seconds: Mapping[str, float] = field(default_factory=dict)
     probe_ages: Mapping[str, int] = field(default_factory=dict)
-    deployed: tuple[Deployed, ...] = ()
+    probe_spacings: Mapping[str, float] = field(default_factory=dict)
+    probed: tuple[Probed, ...] = ()
     explained: Explained | None = None
     controls: Mapping[str, State] = field(default_factory=dict)
     scales: LayerScales | None = None
@@ -96,9 +103,10 @@ class StepPayload:
 
     @property
     def size(self) -> int:
-        """Readings that come of it: about 80 of the tokens and the run, and the gradients' series."""
+        """Readings that come of it: about 100 of the tokens and the run, the gradients' series and the probes'."""
         layers = 0 if self.scales is None else len(self.scales.units)
-        return 80 + layers + (0 if self.gradients is None else len(self.gradients.norms))
+        probed = sum(found.size for found in self.probed)
+        return 100 + layers + probed + (0 if self.gradients is None else len(self.gradients.norms))
 
 
 @dataclass(frozen=True)

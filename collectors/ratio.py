@@ -74,8 +74,8 @@ def log_ratio_readings(table: TokenTable) -> list[Reading]:
     with np.errstate(over="ignore"):
         k3 = float(np.mean(np.expm1(chosen) - chosen))
     return [
-        *_stats("log_ratio", chosen),
-        *(_stats("sequence_log_ratio", sums[counts > 0]) if table.sequences_known else ()),
+        *stats("log_ratio", chosen),
+        *(stats("sequence_log_ratio", sums[counts > 0]) if table.sequences_known else ()),
         Reading("kl", float(-chosen.mean()), {"estimator": "k1"}),
         Reading("kl", k3, {"estimator": "k3"}),
     ]
@@ -133,15 +133,16 @@ def nonfinite_counts(table: TokenTable) -> dict[str, int]:
     return found
 
 
-def _stats(name: str, values: Floats) -> list[Reading]:
-    stats = {
+def stats(name: str, values: Floats) -> list[Reading]:
+    """Mean, standard deviation and extremes of (n,) values, n >= 1, under a metric with the label stat."""
+    found = {
         "mean": values.mean(),
         "std": values.std(),
         "min": values.min(),
         "max": values.max(),
         "abs_max": np.abs(values).max(),
     }
-    return [Reading(name, float(value), {"stat": stat}) for stat, value in stats.items()]
+    return [Reading(name, float(value), {"stat": stat}) for stat, value in found.items()]
 
 
 def _by_rarity(table: TokenTable, b: Floats, ok: Flags) -> list[Reading]:

@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 
 from seismograd.collectors.clipping import clip_readings
+from seismograd.collectors.effective import effective_sample_readings
 from seismograd.collectors.effects import control_readings, what_if_readings
 from seismograd.collectors.gradients import layer_proportions, proportion_readings
-from seismograd.collectors.payload import Deployed, Gradients, LogPayload, StepPayload
+from seismograd.collectors.payload import Gradients, LogPayload, Probed, StepPayload
 from seismograd.collectors.ratio import (
     alpha_beta_readings,
     log_ratio_readings,
     loss_weight_readings,
     nonfinite_counts,
 )
+from seismograd.collectors.sequences import sequence_readings
+from seismograd.collectors.surrogate import surrogate_readings
 from seismograd.collectors.table import TokenTable
 from seismograd.telemetry.baselines import Robust, RobustState
 from seismograd.telemetry.detector import Detector, measured
@@ -31,7 +34,10 @@ from seismograd.telemetry.records import ClipSpec, Event, Reading, Row, Spike
 _TOKEN_PARTS: tuple[tuple[str, Callable[[TokenTable, Sequence[ClipSpec]], list[Reading]]], ...] = (
     ("ratio", lambda table, _: alpha_beta_readings(table)),
     ("log_ratio", lambda table, _: log_ratio_readings(table)),
+    ("effective_sample", lambda table, _: effective_sample_readings(table)),
+    ("sequences", sequence_readings),
     ("clipping", clip_readings),
+    ("surrogate", surrogate_readings),
     ("loss_weight", lambda table, _: loss_weight_readings(table)),
     ("what_if", lambda table, _: what_if_readings(table)),
 )
@@ -75,8 +81,8 @@ class SignalWorker:
         with self._lock:
             if isinstance(payload, StepPayload):
                 return self._step(payload)
-            if isinstance(payload, Deployed):
-                return [_deployed_row(payload, time.time())], []
+            if isinstance(payload, Probed):
+                return self._probed([payload], time.time()), []
             assert isinstance(payload, LogPayload)
             return _logged(payload), []
 
@@ -129,7 +135,16 @@ class SignalWorker:
             readings += control_readings(payload)
         readings += [*self._counters(), *self._own_cost(payload)]
         row = Row(payload.step, payload.ended, tuple(readings))
-        return [*(_deployed_row(d, payload.ended) for d in payload.deployed), row], events
+        return [*self._probed(payload.probed, payload.ended), row], events
+
+    def _probed(self, found: Sequence[Probed], at: float) -> list[Row]:
+        """A row for each result, of the step that it was measured at."""
+        rows = []
+        for probed in found:
+            with self._faults.fence(f"read_{probed.probe}"):
+                readings = tuple(probed.read(probed.values))
+                rows += [Row(probed.step, at, readings)] if readings else []
+        return rows
 
     def _incident(self, explained: Explained, events: list[Event]) -> list[Reading]:
         incident = explained.incident
@@ -184,6 +199,7 @@ class SignalWorker:
             *(Reading("hook_seconds", seconds, {"part": part}) for part, seconds in parts.items()),
             Reading("overhead_ratio", self._hook_total / self._step_total if self._step_total else 0.0),
             *(Reading("probe_age_steps", age, {"probe": probe}) for probe, age in payload.probe_ages.items()),
+            *(Reading("probe_spacing_steps", k, {"probe": probe}) for probe, k in payload.probe_spacings.items()),
             Reading("step", payload.step),
             Reading("step_seconds", payload.seconds),
             Reading("last_step_timestamp_seconds", payload.ended),
@@ -219,10 +235,6 @@ def _logged(payload: LogPayload) -> list[Row]:
     numbers = [(k, x) for k, x in payload.values.items() if isinstance(x, (int, float)) and not isinstance(x, bool)]
     readings = tuple(Reading("trainer_metric", float(x), {"name": name}) for name, x in numbers)
     return [Row(payload.step, time.time(), readings)] if readings else []
-
-
-def _deployed_row(found: Deployed, at: float) -> Row:
-    return Row(found.step, at, (Reading("deployed_improvement", found.improvement),))
 
 
 def _announced(spike: Spike) -> Event:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from seismograd.collectors.payload import Deployed, Gradients
+from seismograd.collectors.payload import Gradients, Probed
 from seismograd.collectors.ratio import largest_log_ratio, largest_sequence_pull, nonfinite_counts
 from seismograd.collectors.table import TokenTable
 from seismograd.controls.layerclip import LayerScales
@@ -26,12 +26,13 @@ class Step:
         batches: its micro-batches so far.
         prepared: whether it has been probed, read and judged.
         shadowed: whether its batches have the shadow's log-probs.
-        tokens, gradients, spikes, deployed: once they are known.
+        tokens, gradients, spikes, probed: once they are known.
         explained: the spike's localisation, where one ran.
         scales: what LayerClip makes of the gradients, where it is not off.
         applied: the same, where LayerClip acts.
         acted: it has been applied.
         clipped: whether the clip that we replace came before the optimizer.
+        probes_next: that the step after it runs, by this rank's budget, then by rank 0's.
     """
 
     number: int
@@ -42,12 +43,13 @@ class Step:
     tokens: TokenTable | None = None
     gradients: Gradients | None = None
     spikes: tuple[Spike, ...] = ()
-    deployed: tuple[Deployed, ...] = ()
+    probed: tuple[Probed, ...] = ()
     explained: Explained | None = None
     scales: LayerScales | None = None
     applied: LayerScales | None = None
     acted: bool = False
     clipped: bool = False
+    probes_next: frozenset[str] = frozenset()
 
 
 def measured_in(step: Step, overflow_expected: bool) -> Mapping[str, Measured]:

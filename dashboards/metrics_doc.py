@@ -17,7 +17,8 @@ _REDUCE = {
 }
 _COST = {
     "free": "known from what the trainer computes anyway; every step",
-    "probe": "needs an extra forward; spaced by the overhead budget, the last value is kept between",
+    "probe": "needs an extra forward, a backward or a pass over the weights; spaced by the overhead budget, the last "
+    "value is kept between",
     "triggered": "only after a spike; outside the budget",
 }
 _INTRO = """\

@@ -380,8 +380,9 @@ def loss_of(outputs: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Tens
     """sum of weight * output, only over outputs that have a weight: 0 times what is not finite would be NaN."""
     terms = []
     for name, w in weight.items():
-        chosen = w != 0
-        terms.append((outputs[name][chosen] * w[chosen].to(outputs[name].dtype)).sum())
+        # Not by a mask as an index, whose size the host would have to wait for.
+        chosen = torch.where(w != 0, outputs[name], 0.0)
+        terms.append((chosen * w.to(outputs[name].dtype)).sum())
     return torch.stack(terms).sum()
 
 

@@ -46,7 +46,8 @@ class Config:
         prometheus: port for /metrics on loopback, 0 for a free one, "ADDRESS:PORT" for another interface, None for
             none.
         budget: share of step time that all probes on "auto" may take together.
-        probes: by probe ("shadow", "deployed"): "auto" for spacing by the budget, or every k-th step, or 0 for never.
+        probes: by probe ("shadow", "deployed", "geometry", "weights"): "auto" for spacing by the budget, or every k-th
+            step, or 0 for never; docs/probes.md.
         shadow: the rollout engine's precision, "bf16" or "fp16".
         clip: how a plain loop's loss limits its ratio: one or several `ClipSpec`, an eps for both sides, or (eps_low,
             eps_high). A trainer's is read from its own settings.

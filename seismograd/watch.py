@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 from seismograd.collectors.budget import PROBES, ProbeBudget, Spacing
 from seismograd.collectors.controlling import OF_THE_LOSS
 from seismograd.collectors.monitor import StepMonitor
+from seismograd.collectors.probes import Setup
 from seismograd.collectors.signals import SignalWorker
 from seismograd.collectors.trainers import PLAIN_LOOP, Adapter, is_grpo_trainer, unsupported
 from seismograd.collectors.trainers.plain import PlainLoop
 from seismograd.config import Config
 from seismograd.controls.policy import Policy
 from seismograd.gradloc.folder import IncidentFolder
+from seismograd.gradloc.replay import ModelReplay
 from seismograd.gradloc.verdict import Thresholds
 from seismograd.localiser import GradLoc, decoder
 from seismograd.protection import Protection
@@ -97,7 +99,7 @@ def watch(
         # One rank cannot know that a forward of the user's holds no collectives, so it runs none alone.
         by_itself = [c for c in OF_THE_LOSS if getattr(config.controls, c).mode in ("auto", "on")]
         config = replace(config, controls=_observing(config.controls, by_itself))
-        run = _run(model, config if alone else _without_probes(config), None, plain=True)
+        run = _run(model, config, None, PROBES if alone else ("weights",), plain=True)
         _attach(run, PlainLoop(model, optimizer, config.clip, run))
         if by_itself:
             run.degraded(
@@ -106,8 +108,8 @@ def watch(
             )
         if not alone and _rank() == 0:
             run.degraded(
-                "not measured in a plain loop of several processes: alpha, beta, SNR, clip cells and deployed "
-                "improvement; tokens are those of rank 0"
+                "not measured in a plain loop of several processes: alpha, beta, SNR, clip cells, deployed "
+                "improvement and the gradient's cosine; tokens are those of rank 0"
             )
         return run
     if not is_grpo_trainer(trainer):
@@ -120,8 +122,8 @@ def watch(
     if isinstance(already, Run):
         log.warning("seismograd: watch() was called twice; this trainer is watched already, by run %s", already.name)
         return already
-    # The forward of TRL's model alone holds no collectives, so rank 0 probes, and the others have nothing to add.
-    run = _run(trainer.model, config if _rank() == 0 else _without_probes(config), decoder(trainer), plain=False)
+    # The forward of TRL's model alone holds no collectives, so that each rank can run it when it likes.
+    run = _run(trainer.model, config, decoder(trainer), PROBES, plain=False)
     _attach(run, GRPOAdapter(trainer, run, run))
     return run
 
@@ -129,10 +131,6 @@ def watch(
 def _observing(policy: Policy, controls: Sequence[str]) -> Policy:
     """With these controls looking on."""
     return replace(policy, **{name: replace(getattr(policy, name), mode="observe") for name in controls})
-
-
-def _without_probes(config: Config) -> Config:
-    return replace(config, budget=0.0, probes=dict.fromkeys(PROBES, 0))
 
 
 def _meet(say: Callable[[str], None]) -> Ranks:
@@ -181,7 +179,13 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str] | None, plain: bool) -> Run:
+def _run(
+    model: nn.Module,
+    config: Config,
+    decode: Callable[[Sequence[int]], str] | None,
+    probes: Collection[str],
+    plain: bool,
+) -> Run:
     """A run with its hub and its threads, not yet listening to anything. Ranks other than 0 write nothing anywhere."""
     early: list[Event] = []  # what is said before there is a hub to say it to
     mute = _rank() != 0
@@ -206,7 +210,6 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
     )
     hub = Hub(worker.process, chosen, info, faults)
     detector = Detector([rule for rule in RULES if rule.judged == "step"])
-    budget = ProbeBudget(config.budget, config.probes)
     outlet = _Silence() if mute else hub
 
     def say(message: str) -> None:
@@ -220,8 +223,7 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
     protection = Protection(model, config.controls)
     monitor = StepMonitor(
         model,
-        budget,
-        config.shadow,  # type: ignore[arg-type]
+        _probes(config, probes),
         detector,
         outlet,
         faults,
@@ -234,6 +236,18 @@ def _run(model: nn.Module, config: Config, decode: Callable[[Sequence[int]], str
     if lacking := protection.lacks():
         say(lacking)
     return Run(info, hub, worker, detector, monitor, faults, protection, url, mute)
+
+
+def _probes(config: Config, possible: Collection[str]) -> Setup:
+    """What this process takes part in. The others have no tokens to add to rank 0's; the gradient is that of all."""
+    spacing = {probe: config.probes.get(probe, "auto") if probe in possible else 0 for probe in PROBES}
+    return Setup(
+        ProbeBudget(config.budget, spacing),
+        config.shadow,  # type: ignore[arg-type]
+        ModelReplay,
+        parts=possible if _rank() == 0 else {"geometry"}.intersection(possible),
+        processes=_world_size(),
+    )
 
 
 def _folder(config: Config, early: list[Event]) -> Path | None:

@@ -30,8 +30,8 @@ class MetricSpec:
         kind: "gauge", or "counter" (only ever grows within a run).
         reduce: how values of several ranks become one: ``token_mean`` is weighted by trained tokens, ``same`` is
             already identical on all ranks, ``rank0`` is rank 0's own.
-        cost: ``free`` is known from what the trainer computes anyway, ``probe`` needs an extra forward and is spaced
-            by the overhead budget, ``triggered`` runs only after a spike.
+        cost: ``free`` is known from what the trainer computes anyway; ``probe`` needs an extra forward, a backward or a
+            pass over the weights, and is spaced by the overhead budget; ``triggered`` runs only after a spike.
     """
 
     name: str
@@ -173,6 +173,22 @@ CATALOGUE = Catalogue(
             "sum_t log r_t, unclamped; the ratio of MIS (Liu et al. 2025, When Speed Kills Stability)",
             labels=("stat",),
         ),
+        MetricSpec(
+            "sequence_mean_log_ratio",
+            "nats",
+            "Mean log-ratio of a sequence's trained tokens, the logarithm of GSPO's ratio: mean, std, min, max and "
+            "abs_max over the step.",
+            "log s_i = 1/|y_i| sum_t log r_t, unclamped; Zheng et al. 2025, arXiv:2507.18071, eq. 7",
+            labels=("stat",),
+        ),
+        MetricSpec(
+            "effective_sample_size_ratio",
+            "ratio",
+            "Effective sample size of the importance ratios over their number, by token and by sequence: 1 where all "
+            "weigh the same, 1/n where one has all the weight.",
+            "(sum w)^2 / (n sum w^2), w = r_t or exp(sum_t log r_t); Kish 1965, Survey Sampling",
+            labels=("level",),
+        ),
         # -- clipping ---------------------------------------------------------------------------------------------
         MetricSpec(
             "clip_fraction",
@@ -198,6 +214,22 @@ CATALOGUE = Catalogue(
             "importance ratio), tool, off_policy, entropy, zero_advantage.",
             f"the loss's own formula on its own inputs; {_PPO}; TRL GRPOTrainer",
             labels=("reason",),
+        ),
+        MetricSpec(
+            "sequence_clip_fraction",
+            "ratio",
+            "Share of sequences that a clip of whole sequences takes the gradient of: the run's own (bounds=own) where "
+            "it has one, and GSPO's published one (bounds=gspo), as it would.",
+            "taken(exp of the mean or sum of log r_t); gspo: 3e-4 below, 4e-4 above, arXiv:2507.18071, 5.1",
+            labels=("bounds", "ratio"),
+        ),
+        MetricSpec(
+            "surrogate_objective",
+            "",
+            "The clipped surrogate objective, mean over trained tokens of min(r A, clip(r) A): what the policy's loss "
+            "maximises, before normalisation and other terms.",
+            f"min(r_t A_t, clip(r_t, 1-eps_low, 1+eps_high) A_t); {_PPO}",
+            labels=("ratio",),
         ),
         # -- the loss's weight on each token ----------------------------------------------------------------------
         MetricSpec(
@@ -258,6 +290,36 @@ CATALOGUE = Catalogue(
             "|G| == 0",
             kind="counter",
             reduce="same",
+        ),
+        MetricSpec(
+            "gradient_cosine",
+            "ratio",
+            "Cosine of the step's gradient with the clean REINFORCE gradient, of trained tokens with their advantages "
+            "at weight 1: what clipping, the gap of precision, importance weights and further terms turn away. Compare "
+            "it with gradient_cosine_floor.",
+            "G . c / (|G| |c|), G before clipping, c = grad of -1/N sum_t A_t logp_t; docs/probes.md",
+            reduce="same",
+            cost="probe",
+        ),
+        MetricSpec(
+            "gradient_cosine_floor",
+            "ratio",
+            "Cosine of the clean REINFORCE gradients of two halves of the step: how well the step agrees with itself.",
+            "c1 . c2 / (|c1| |c2|), c = c1 + c2, sequences in turn; docs/probes.md",
+            reduce="same",
+            cost="probe",
+        ),
+        MetricSpec(
+            "gradient_share",
+            "ratio",
+            "Shares of the gradient's squared norm, which add up to 1: signal (along the clean gradient, and common to "
+            "two halves of the step), noise (along it, of this step's sampling alone; both are estimates and may leave "
+            "0 to 1), distortion (not along it: clipping, precision, further terms).",
+            "cos^2 s, cos^2 (1 - s), 1 - cos^2; s = c1 . c2 / (f1 f2 |c|^2) after McCandlish et al. 2018, "
+            "arXiv:1812.06162, A.1; docs/probes.md",
+            labels=("part",),
+            reduce="same",
+            cost="probe",
         ),
         # -- explained spikes -------------------------------------------------------------------------------------
         MetricSpec(
@@ -322,6 +384,26 @@ CATALOGUE = Catalogue(
             "mean((shadow_logp_after - shadow_logp_before) * sign(A))",
             cost="probe",
         ),
+        MetricSpec(
+            "weights_changed_ratio",
+            "ratio",
+            "Share of a layer's trained weights whose value in the rollout's precision (BF16 by default) the step "
+            'changed; layer="all" is the whole model. Where it is small, alpha cannot grow.',
+            "bits before != bits after, of a sample of 2^18 weights; after Miahi and Belilovsky 2026, arXiv:2602.03839",
+            labels=("layer",),
+            reduce="rank0",
+            cost="probe",
+        ),
+        MetricSpec(
+            "weights_changed_since_sync_ratio",
+            "ratio",
+            "The same against the weights that the newest samples were generated with, this step's change included: "
+            "what the next sync would bring.",
+            "of the step that is as many steps back as the least staleness, where that one was probed too",
+            labels=("layer",),
+            reduce="rank0",
+            cost="probe",
+        ),
         # -- the trainer's own ------------------------------------------------------------------------------------
         MetricSpec(
             "trainer_metric",
@@ -361,6 +443,15 @@ CATALOGUE = Catalogue(
         ),
         MetricSpec(
             "probe_age_steps", "steps", "Steps since a probe last ran.", _OWN, labels=("probe",), reduce="rank0"
+        ),
+        MetricSpec(
+            "probe_spacing_steps",
+            "steps",
+            "Steps from one run of a probe to the next: as set, or what its measured cost and its part of the overhead "
+            "budget come to. Rank 0 decides, and all ranks do the same.",
+            "mean seconds of a run / (part of the budget * mean seconds of a step), at least 1",
+            labels=("probe",),
+            reduce="rank0",
         ),
         MetricSpec(
             "dropped_readings_total",

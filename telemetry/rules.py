@@ -80,7 +80,8 @@ class Rule:
         advice: one sentence, what to look at first.
         given: only judged where this holds too.
         cooldown: steps after a spike during which further ones are counted, but not notified.
-        hold: Prometheus' ``for`` of absolute rules.
+        hold: Prometheus' ``for`` of absolute rules. Of those on probes, whose last value stays until the next run, it
+            is the window of a mean only: their durations count measurements, which the process does.
     """
 
     signal: str
@@ -250,10 +251,11 @@ def promql(rule: Rule) -> str:
     """The rule as a PromQL expression that Prometheus 2.42 and later evaluates.
 
     Baselines that live in the process (envelope, robust) and counters alert on what the process found; absolute bounds
-    are compared by Prometheus itself.
+    are compared by Prometheus itself. One on a probe fires once the process has found it, and while it lasts.
     """
+    spikes = f'{CATALOGUE["spikes_total"].prometheus_name}{{signal="{rule.signal}"}}'
     if CATALOGUE[rule.selection.metric].kind == "counter" or not isinstance(rule.baseline, (Above, Below)):
-        return f'increase({CATALOGUE["spikes_total"].prometheus_name}{{signal="{rule.signal}"}}[5m]) > 0'
+        return f"increase({spikes}[5m]) > 0"
     op = ">" if isinstance(rule.baseline, Above) else "<"
     value = rule.selection.promql
     if isinstance(rule.baseline, MeanAbove):
@@ -261,4 +263,11 @@ def promql(rule: Rule) -> str:
     expression = f"{value} {op} {rule.baseline.bound:g}"
     if rule.given is not None:
         expression += f" and on (job, run) {rule.given.selection.promql} > {rule.given.above:g}"
+    if on_probe(rule):
+        expression += f" and on (job, run) {spikes} > 0"
     return expression
+
+
+def on_probe(rule: Rule) -> bool:
+    """Whether its metric is measured now and then, so that a duration counts measurements rather than time."""
+    return CATALOGUE[rule.selection.metric].cost == "probe"

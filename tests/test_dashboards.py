@@ -18,8 +18,9 @@ from seismograd.dashboards.boards.queries import metrics_in, series
 from seismograd.dashboards.boards.run import run_board
 from seismograd.dashboards.generated import GENERATED, Generated, checkout
 from seismograd.dashboards.prometheus.rules import alert_name, alerts
+from seismograd.telemetry.baselines import Above
 from seismograd.telemetry.catalogue import CATALOGUE
-from seismograd.telemetry.rules import RULES, promql
+from seismograd.telemetry.rules import RULES, Rule, Selection, on_probe, promql
 from tests.conftest import require
 
 ROOT = checkout()
@@ -208,6 +209,19 @@ def test_every_rule_has_its_alert() -> None:
         assert alert["labels"] == {"severity": rule.severity, "signal": rule.signal}
         assert rule.advice in alert["annotations"]["description"]
         assert rule.summary.rstrip(".") in alert["annotations"]["summary"]
+
+
+def test_only_what_is_measured_on_every_step_has_a_duration_in_time() -> None:
+    by_signal = {alert.signal: alert for alert in alerts()}
+    for rule in RULES:
+        if on_probe(rule):
+            assert by_signal[rule.signal].hold == "0m"
+    free = Rule(
+        "cost", Selection("overhead_ratio"), Above(0.02), "worker", "warning", "It costs much.", "Look.", hold="5m"
+    )
+    (alert,) = alerts([free])
+    assert alert.hold == "5m"
+    assert "above 0.02 for 5m" in alert.description
 
 
 def test_runbooks_exist() -> None:

@@ -28,7 +28,7 @@ def trained(tmp_path: Path, name: str, fault: PlantedFault | None) -> tuple[Any,
     """The demo's own tiny trainer, with another fault: (planted, the main series, spikes by step and signal)."""
     trainer = demo_run._trainer(Console(quiet=True), TINY, tiny=True, steps=STEPS, seed=0, scratch=str(tmp_path / name))
     trainer.fault, trainer.layer_fault = fault, None
-    with watch(trainer, runs=tmp_path / "runs", name=name, probes={"shadow": 0}):
+    with watch(trainer, runs=tmp_path / "runs", name=name, budget=0):
         trainer.train()
     with RunStore.read(tmp_path / "runs" / name / "run.db") as store:
         series = {

@@ -10,7 +10,7 @@ import pytest
 from seismograd.telemetry.baselines import Above, Below, Envelope
 from seismograd.telemetry.detector import Detector, Measured, measured
 from seismograd.telemetry.records import Reading, Spike
-from seismograd.telemetry.rules import RULES, Given, Match, Rule, Selection, promql
+from seismograd.telemetry.rules import RULES, Given, Match, Rule, Selection, on_probe, promql
 
 
 def rule(selection: Selection, baseline: object = Envelope(factor=3), **more: object) -> Rule:
@@ -52,6 +52,24 @@ def test_cool_down_counts_but_marks_repeats() -> None:
         value = 1000.0 if step in (20, 21, 23, 40) else 1.0
         found += detector.judge(step, norms({"all": value}))
     assert [(spike.step, spike.repeat) for spike in found] == [(20, False), (21, True), (23, True), (40, False)]
+
+
+@pytest.mark.parametrize("spacing", [1, 50])
+def test_durations_count_measurements(spacing: int) -> None:
+    """Whatever a probe's spacing is, each of its rules waits for as many of its runs."""
+    on_probes = [r for r in RULES if on_probe(r) and isinstance(r.baseline, (Above, Below))]
+    assert {r.signal for r in on_probes} == {"phantom_fraction", "hidden_fraction", "snr"}
+    for watched in on_probes:
+        assert isinstance(watched.baseline, (Above, Below))
+        bound, labels = watched.baseline.bound, {"cell": "", "ratio": "ppo"} if watched.signal != "snr" else {}
+        labels |= {match.label: match.value for match in watched.selection.where}
+        seen = {watched.selection.metric: Measured([labels], np.array([bound * 1.5 if bound < 1 else bound / 2]))}
+        if watched.given is not None:
+            seen |= {"clip_fraction": Measured([{"cell": "phantom", "ratio": "ppo"}], np.array([0.02]))}
+        detector, fired = Detector([watched]), []
+        for step in range(1, 25 * spacing + 1):
+            fired += [spike.step for spike in detector.judge(step, seen if step % spacing == 0 else {})]
+        assert fired == [watched.baseline.steps * spacing]
 
 
 def test_given_condition() -> None:
@@ -109,8 +127,13 @@ def test_promql() -> None:
     by_signal = {r.signal: promql(r) for r in RULES}
     assert by_signal["grad_norm"] == 'increase(seismograd_spikes_total{signal="grad_norm"}[5m]) > 0'
     assert by_signal["nonfinite"] == 'increase(seismograd_spikes_total{signal="nonfinite"}[5m]) > 0'
-    assert by_signal["phantom_fraction"] == 'avg_over_time(seismograd_clip_fraction{cell="phantom"}[5m]) > 0.03'
+    counted = 'and on (job, run) seismograd_spikes_total{signal="'
+    phantom = 'avg_over_time(seismograd_clip_fraction{cell="phantom"}[5m]) > 0.03'
+    assert by_signal["phantom_fraction"] == f'{phantom} {counted}phantom_fraction"}} > 0'
     assert by_signal["snr"].startswith("seismograd_snr < 1 and on (job, run) seismograd_clip_fraction")
+    assert by_signal["snr"].endswith(f'{counted}snr"}} > 0')
+    free = rule(Selection("overhead_ratio"), Above(0.02, steps=5), hold="5m")  # measured on every step
+    assert promql(free) == "seismograd_overhead_ratio > 0.02"
     assert isinstance({r.signal: r for r in RULES}["nonfinite"].baseline, Above)
 
 

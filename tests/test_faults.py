@@ -18,7 +18,14 @@ from tests.test_trl import same, trained
 PLACES = [
     ("norms", "seismograd.collectors.monitor.take_norms"),
     ("probe_shadow", "seismograd.collectors.probes.shadow_logp"),
-    ("probe_deployed", "seismograd.collectors.probes.Probes._gain"),
+    ("probe_deployed", "seismograd.collectors.probes.improvement"),
+    ("probe_geometry", "seismograd.collectors.probes.geometry"),
+    ("probe_geometry", "seismograd.collectors.geometry.Sketches.add"),
+    ("probe_geometry", "seismograd.collectors.geometry._Receiver.accepts"),
+    ("probe_weights", "seismograd.collectors.weights.Sample.of"),
+    ("probe_weights", "seismograd.collectors.weights.Sample.changed"),
+    ("read_geometry", "seismograd.collectors.probes.geometry_readings"),
+    ("read_weights", "seismograd.collectors.probes.weight_readings"),
     ("transfer", "seismograd.collectors.transfer.Transfer.fetch"),
     ("transfer", "seismograd.collectors.table.TokenTable.of"),
     ("transfer", "seismograd.telemetry.layers.Grouping.of"),
@@ -29,6 +36,7 @@ PLACES = [
     ("handover", "seismograd.telemetry.hub.Hub.put"),
     ("handover", "seismograd.collectors.budget.ProbeBudget.trained"),
     ("step", "seismograd.collectors.budget.ProbeBudget.due"),
+    ("handover", "seismograd.collectors.budget.ProbeBudget.spacings"),
     ("transfer", "seismograd.collectors.budget.ProbeBudget.spent"),
     ("step", "seismograd.collectors.budget.ProbeBudget.ran"),
     ("step", "seismograd.collectors.probes.Stopwatch"),
@@ -44,7 +52,10 @@ PLACES = [
     ("gradloc", "seismograd.localiser.GradLoc._told"),
     ("incident", "seismograd.gradloc.folder.IncidentFolder.__call__"),
     ("ratio", "seismograd.collectors.ratio.alpha"),
-    ("log_ratio", "seismograd.collectors.ratio._stats"),
+    ("log_ratio", "seismograd.collectors.ratio.stats"),
+    ("effective_sample", "seismograd.collectors.effective.effective_sample_size"),
+    ("sequences", "seismograd.collectors.sequences._taken"),
+    ("surrogate", "seismograd.collectors.surrogate._terms"),
     ("clipping", "seismograd.collectors.clipping.actual_log_ratio"),
     ("loss_weight", "seismograd.collectors.ratio.largest_sequence_pull"),
     ("gradients", "seismograd.collectors.signals.layer_proportions"),
@@ -80,7 +91,7 @@ def test_fault_is_fenced_counted_and_shown(
     caplog.set_level(logging.WARNING, "seismograd")
     monkeypatch.setattr(hub_module, "_RETRIES", (0.0, 0.0))
     trainer = tiny.trainer(tmp_path, steps=5, dropout=0.1)
-    probes = {"shadow": 1, "deployed": 1}
+    probes = tiny.EVERY_STEP
     with watch(trainer, runs=tmp_path / "runs", name="run", probes=probes, prometheus=0, gradloc="every") as run:
         monkeypatch.setattr(place, _break)
         assert same(trained(trainer), honest)
@@ -151,7 +162,7 @@ def test_text_none_keeps_what_exceptions_say_out_of_everything(
     monkeypatch.setattr(hub_module, "_RETRIES", (0.0, 0.0))
     trainer = tiny.trainer(tmp_path, steps=5, dropout=0.1)
     sink = Recording()
-    settings: dict[str, Any] = {"probes": {"shadow": 1, "deployed": 1}, "gradloc": "every", "text": "none"}
+    settings: dict[str, Any] = {"probes": tiny.EVERY_STEP, "gradloc": "every", "text": "none"}
     with watch(trainer, runs=tmp_path / "runs", name="run", sinks=[sink], prometheus=0, **settings) as run:
         monkeypatch.setattr(place, _tell)
         trainer.train()

@@ -155,7 +155,7 @@ def test_what_exceptions_say_is_text_too(text: str) -> None:
 def test_faults_keep_to_it(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop()
     loop.run = watch(
-        model=loop.model, runs=tmp_path, name="run", text=text, gradloc="off", probes={"shadow": 1, "deployed": 0}
+        model=loop.model, runs=tmp_path, name="run", text=text, gradloc="off", probes={**tiny.NO_PROBES, "shadow": 1}
     )
 
     def broken() -> Tensor:
@@ -199,7 +199,7 @@ class Averaging(tiny.PlainModel):
 
 def test_buffers_written_behind_their_version_are_put_back(tmp_path: Path) -> None:
     counts = []
-    for probes in ({"shadow": 0, "deployed": 0}, {"shadow": 1, "deployed": 1}):
+    for probes in (tiny.NO_PROBES, tiny.EVERY_STEP):
         loop = Loop()
         loop.model = Averaging()
         loop.run = watch(model=loop.model, runs=tmp_path, name="run", gradloc="every", probes=probes)
@@ -221,9 +221,7 @@ def test_compiled_model_is_compiled_no_more_than_without(tmp_path: Path) -> None
 
         loop = Loop()
         compiled = torch.compile(loop.model, backend=counting)
-        loop.run = watch(
-            model=compiled, runs=tmp_path, name="run", gradloc=gradloc, probes={"shadow": 0, "deployed": 0}
-        )
+        loop.run = watch(model=compiled, runs=tmp_path, name="run", gradloc=gradloc, probes=tiny.NO_PROBES)
         for _ in range(4):
             with loop.run.step():
                 ids = torch.randint(0, 20, (4, 9))

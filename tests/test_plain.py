@@ -14,8 +14,7 @@ import torch
 
 from seismograd import ClipSpec, Run, RunStore, watch
 from tests import tiny
-
-EVERY_STEP = {"shadow": 1, "deployed": 1}
+from tests.tiny import EVERY_STEP, NO_PROBES
 
 
 class Loop:
@@ -110,7 +109,7 @@ def test_training_is_bit_identical(tmp_path: Path, micro_batches: int) -> None:
     assert loop.norms == plain.norms
     found = read(tmp_path)
     assert found['grad_norm{layer="all",group="all"}'] == pytest.approx(plain.norms)
-    for name in ("alpha_abs_mean", "beta_abs_mean", "snr", "deployed_improvement", "alpha_floor"):
+    for name in ("alpha_abs_mean", "beta_abs_mean", "snr", "deployed_improvement", "alpha_floor", "gradient_cosine"):
         assert len(found[name]) == 20
 
 
@@ -397,7 +396,7 @@ def test_methods_of_a_loop_on_a_trainer_s_run(tmp_path: Path) -> None:
 
 def test_part_that_did_not_run_took_no_time(tmp_path: Path) -> None:
     """Or a sink that shows last values would go on showing its last run's."""
-    loop = watched(tmp_path, probes={"shadow": 2, "deployed": 0})
+    loop = watched(tmp_path, probes={**NO_PROBES, "shadow": 2})
     with loop.run:  # type: ignore[union-attr]
         loop.train(4)
     seconds = read(tmp_path)['hook_seconds{part="probe_shadow"}']

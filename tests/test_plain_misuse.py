@@ -150,7 +150,7 @@ def test_packed_tokens_with_their_sequences_are_as_rows(tmp_path: Path) -> None:
     loop = watched(tmp_path, clip=spec)
     packed(loop, torch.tensor([7, 3, 0, 9]).repeat_interleave(8))  # any names will do
     by_row = Loop()
-    by_row.run = watch(model=by_row.model, runs=tmp_path, name="rows", clip=spec, probes={"shadow": 1, "deployed": 1})
+    by_row.run = watch(model=by_row.model, runs=tmp_path, name="rows", clip=spec, probes=tiny.EVERY_STEP)
     with by_row.run, by_row.run.step():
         batch = by_row.batch()
         by_row.run.tokens(**batch)
@@ -245,7 +245,7 @@ def test_buffers_that_a_forward_writes_are_left_alone_by_probes(tmp_path: Path) 
         loop.model = Counting()
         loop.optimizer = torch.optim.SGD(loop.model.parameters(), 1e-2)
         if observe:
-            loop.run = watch(model=loop.model, runs=tmp_path, name="run", probes={"shadow": 1, "deployed": 1})
+            loop.run = watch(model=loop.model, runs=tmp_path, name="run", probes=tiny.EVERY_STEP)
         fingerprints.append(loop.train(4))
         if loop.run is not None:
             loop.run.close()

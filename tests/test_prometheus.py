@@ -39,9 +39,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     torch.manual_seed(0)
     model = tiny.PlainModel()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    with watch(
-        model=model, optimizer=optimizer, runs=tmp_path, prometheus=0, probes={"shadow": 1, "deployed": 1}
-    ) as watched:
+    with watch(model=model, optimizer=optimizer, runs=tmp_path, prometheus=0, probes=tiny.EVERY_STEP) as watched:
         train(watched, model, optimizer, 12)
         assert watched.flush()
         yield watched

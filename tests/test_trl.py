@@ -15,8 +15,7 @@ from trl import GRPOTrainer
 from seismograd import ConfigError, RunStore, UnsupportedTrainer, watch
 from seismograd.collectors.trainers.trl_loss import clip_specs
 from tests import tiny
-
-EVERY_STEP = {"shadow": 1, "deployed": 1}
+from tests.tiny import EVERY_STEP
 
 
 def trained(trainer: GRPOTrainer) -> tuple[str, list[Any], torch.Tensor]:
@@ -82,6 +81,8 @@ def test_training_is_bit_identical(tmp_path: Path, variant: str) -> None:
         assert steps == list(range(1, settings["steps"] + 1))
         assert len(store.series("beta_abs_mean")) == settings["steps"]
         assert len(store.series("deployed_improvement")) == settings["steps"]
+        assert len(store.series("gradient_cosine")) == settings["steps"]
+        assert len(store.series("weights_changed_since_sync_ratio", layer="all")) == settings["steps"]
         assert len(store.series("snr")) > 0 or variant in ("no engine", "bf16 autocast", "bf16 weights")
 
 

@@ -235,7 +235,7 @@ def test_own_run_is_started_with_the_trainer_s_metrics_and_finished_at_close(off
 
 def test_the_trainer_s_run_is_used_and_left_open_where_there_is_one(offline: Path) -> None:
     mine = wandb.init(project="p")
-    loop = watched(offline, sinks="wandb", probes={"shadow": 0, "deployed": 0})
+    loop = watched(offline, sinks="wandb", probes=tiny.NO_PROBES)
     with loop.run:  # type: ignore[union-attr]
         loop.train(2)
         loop.run.flush()  # type: ignore[union-attr]
@@ -428,7 +428,7 @@ def test_w_and_b_that_hangs(offline: Path, monkeypatch: pytest.MonkeyPatch, capl
         written.put(data[AXIS])
 
     monkeypatch.setattr(wandb.Run, "log", hanging)
-    plain, loop = Loop(), watched(offline, probes={"shadow": 0, "deployed": 0})
+    plain, loop = Loop(), watched(offline, probes=tiny.NO_PROBES)
     assert loop.train(12) == plain.train(12)
     assert loop.run is not None
     loop.run.close(timeout=0.5)

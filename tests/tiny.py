@@ -12,6 +12,10 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from benchmarks import small
+from seismograd.collectors.budget import PROBES
+
+EVERY_STEP = dict.fromkeys(PROBES, 1)
+NO_PROBES = dict.fromkeys(PROBES, 0)
 
 
 def model(dropout: float = 0.0, layers: int = 2, tied: bool = False) -> PreTrainedModel:

@@ -98,6 +98,7 @@ def _rows() -> Iterator[tuple[str, list[Panel]]]:
     yield "Clipping", run_tokens.clipping()
     yield "The loss's weight on each token", run_tokens.weight()
     yield "Gradients before clipping", run_gradients.gradients()
+    yield "Where the gradient points, and what reaches the weights", run_gradients.geometry()
     yield "Detection and effect", run_gradients.detection()
     yield "Controls", run_gradients.controls()
     yield "seismograd itself", run_gradients.own()

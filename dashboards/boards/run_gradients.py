@@ -92,6 +92,41 @@ def gradients() -> list[Panel]:
     ]
 
 
+def geometry() -> list[Panel]:
+    changed = ("weights_changed_ratio", "weights_changed_since_sync_ratio")
+    return [
+        lines(
+            "Cosine with the clean REINFORCE gradient",
+            Query(series("gradient_cosine"), "cosine"),
+            Query(series("gradient_cosine_floor"), "floor: two halves of the step"),
+            width=12,
+            low=-1,
+            high=1,
+        ),
+        lines("Shares of the squared norm", Query(series("gradient_share"), "{{part}}"), width=12, soft=(0, 1)),
+        lines(
+            "Weights that the engine sees changed",
+            Query(series(changed[0], 'layer="all"'), "in the step"),
+            Query(series(changed[1], 'layer="all"'), "since the last sync"),
+            unit="percentunit",
+            width=8,
+            low=0,
+        ),
+        *(
+            by_layer(
+                title,
+                Query(in_layer_order(series(metric, 'layer!="all"')), "{{layer}}"),
+                note="Share of a layer's weights, from 0 to 1.",
+                scheme="Blues",
+                color=(0, 1),
+                width=8,
+                height=8,
+            )
+            for metric, title in zip(changed, ("Changed in the step", "Changed since the last sync"), strict=True)
+        ),
+    ]
+
+
 def detection() -> list[Panel]:
     return [
         lines(
@@ -176,7 +211,14 @@ def own() -> list[Panel]:
         lines("Time in its own code, by part", Query(series("hook_seconds"), "{{part}}"), low=0, stacked=True),
         lines("Overhead", Query(series("overhead_ratio"), "overhead"), low=0, bound=[(0.02, "orange")]),
         lines("Step time", Query(series("step_seconds"), "step"), low=0),
-        lines("Age of the probes", Query(series("probe_age_steps"), "{{probe}}"), low=0, soft=(0, 1), steps=True),
+        lines(
+            "Age and spacing of the probes",
+            Query(series("probe_age_steps"), "{{probe}}"),
+            Query(series("probe_spacing_steps"), "{{probe}}: from one run to the next"),
+            low=0,
+            soft=(0, 1),
+            steps=True,
+        ),
         lines(
             "Faults, each fenced off from training",
             Query(or_zero(f"sum by (part) ({series('faults_total')})"), "{{part}}"),

@@ -74,6 +74,14 @@ def ratio() -> list[Panel]:
         lines("Log-ratio of a token", *extremes("log_ratio"), note=PEAK),
         lines("Log-ratio of a sequence", *extremes("sequence_log_ratio"), note=PEAK),
         lines("KL to the rollout policy", Query(series("kl"), "{{estimator}}")),
+        lines("Mean log-ratio of a sequence", *extremes("sequence_mean_log_ratio"), note=PEAK),
+        lines(
+            "Effective sample size over the number",
+            Query(series("effective_sample_size_ratio"), "{{level}}"),
+            low=0,
+            high=1,
+        ),
+        lines("Surrogate objective", Query(series("surrogate_objective"), "{{ratio}}"), bound=[(0, "green")]),
     ]
 
 
@@ -96,7 +104,13 @@ def clipping() -> list[Panel]:
         lines(
             "Gradient taken away, by reason",
             Query(series("gradient_taken_fraction"), "{{reason}}"),
-            width=24,
+            width=12,
+            low=0,
+        ),
+        lines(
+            "Sequences clipped by a clip of sequences",
+            Query(series("sequence_clip_fraction"), "{{bounds}}, {{ratio}}"),
+            width=12,
             low=0,
         ),
     ]

@@ -13,7 +13,7 @@ from seismograd.dashboards.prometheus.rules import FILE, Alert, alerts, counts_s
 from seismograd.dashboards.yaml_text import yaml_text
 from seismograd.telemetry.baselines import Above, MeanAbove
 from seismograd.telemetry.catalogue import CATALOGUE
-from seismograd.telemetry.rules import RULES, Rule, Selection
+from seismograd.telemetry.rules import RULES, Rule, Selection, on_probe
 
 INTERVAL = 15
 """Seconds between the samples of a series, and between evaluations."""
@@ -32,7 +32,8 @@ def rules_test_file() -> str:
     tests = [_honest()]
     for rule in RULES:
         alert = by_signal[rule.signal]
-        tests.append(_counted(alert) if counts_spikes(rule) else _bounded(alert, rule))
+        test = _counted(alert) if counts_spikes(rule) else _probed(alert, rule) if on_probe(rule) else None
+        tests.append(test or _bounded(alert, rule))
         if rule.given is not None:
             tests.append(_without_given(alert, rule))
     data = {"rule_files": [FILE], "evaluation_interval": f"{INTERVAL}s", "tests": tests}
@@ -48,6 +49,7 @@ def _honest() -> dict[str, Any]:
             series.append(_series(_name("spikes_total"), {"signal": rule.signal}, f"0x{steps}"))
         else:
             series.append(_series(*_selected(rule.selection), f"{_good(rule):g}x{steps}"))
+            series.append(_series(_name("spikes_total"), {"signal": rule.signal}, f"0x{steps}"))
     checks = [_check(alert, SETTLED, None) for alert in alerts()]
     return _test("an honest run: nothing fires", series, checks)
 
@@ -85,6 +87,32 @@ def _bounded(alert: Alert, rule: Rule) -> dict[str, Any]:
     return _test(f"{alert.signal}: beyond its bound for {rule.hold}", series, checks)
 
 
+def _probed(alert: Alert, rule: Rule) -> dict[str, Any]:
+    """A value beyond its bound: quiet, however long, until the run has counted enough measurements; firing as long as
+    it lasts; quiet again once it is back.
+    """
+    name, labels = _selected(rule.selection)
+    window = _seconds(rule.hold) if isinstance(rule.baseline, MeanAbove) else INTERVAL
+    settled, uncounted, counted = SETTLED // INTERVAL, 2 * window // INTERVAL + 8, window // INTERVAL + 40
+    values = f"{_good(rule):g}x{settled} {_bad(rule):g}x{uncounted + counted} {_good(rule):g}x{counted}"
+    spikes = f"0x{settled + uncounted} 1x{2 * counted}"
+    series = [_series(name, labels, values), _series(_name("spikes_total"), {"signal": rule.signal}, spikes)]
+    if rule.given is not None:
+        steps = settled + uncounted + 2 * counted
+        series.append(_series(*_selected(rule.given.selection), f"{2 * rule.given.above:g}x{steps}"))
+    beyond = SETTLED + INTERVAL  # "axn" are n + 1 samples
+    found = beyond + uncounted * INTERVAL
+    back = found + (counted + 1) * INTERVAL
+    checks = [
+        _check(alert, SETTLED, None),
+        _check(alert, beyond + window, None),
+        _check(alert, found + INTERVAL, _fired(alert, labels, _bad(rule))),
+        _check(alert, back - INTERVAL, _fired(alert, labels, _bad(rule))),
+        _check(alert, back + window, None),
+    ]
+    return _test(f"{alert.signal}: beyond its bound, and found by the run", series, checks)
+
+
 def _without_given(alert: Alert, rule: Rule) -> dict[str, Any]:
     """The value beyond its bound, but the condition beside it does not hold."""
     assert rule.given is not None
@@ -92,6 +120,7 @@ def _without_given(alert: Alert, rule: Rule) -> dict[str, Any]:
     series = [
         _series(*_selected(rule.selection), f"{_bad(rule):g}x{steps}"),
         _series(*_selected(rule.given.selection), f"{rule.given.above / 2:g}x{steps}"),
+        _series(_name("spikes_total"), {"signal": rule.signal}, f"1x{steps}"),
     ]
     checks = [_check(alert, steps * INTERVAL, None)]
     return _test(f"{alert.signal}: beyond its bound, without {rule.given.selection.metric}", series, checks)

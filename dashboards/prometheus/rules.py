@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from seismograd.dashboards.yaml_text import yaml_text
 from seismograd.telemetry.baselines import Above, Below, MeanAbove
 from seismograd.telemetry.catalogue import CATALOGUE
-from seismograd.telemetry.rules import RULES, Rule, promql
+from seismograd.telemetry.rules import RULES, Rule, on_probe, promql
 
 RUNBOOK = "docs/detection.md"
 FILE = "seismograd.rules.yml"
@@ -65,8 +65,8 @@ def alert_name(signal: str) -> str:
 
 
 def counts_spikes(rule: Rule) -> bool:
-    """Whether the alert fires on what the process found, rather than on the metric itself."""
-    return CATALOGUE["spikes_total"].prometheus_name in promql(rule)
+    """Whether the alert fires on what the process found, and the metric itself is not compared."""
+    return promql(rule).startswith("increase(")
 
 
 def alerts(rules: Iterable[Rule] = RULES) -> tuple[Alert, ...]:
@@ -82,6 +82,7 @@ def rules_file() -> str:
 
 def _of(rule: Rule) -> Alert:
     what = rule.summary.removesuffix(".")
+    probed = on_probe(rule)
     if counts_spikes(rule):
         seen = "Found by the run itself within the last 5 minutes."
     else:
@@ -89,12 +90,13 @@ def _of(rule: Rule) -> Alert:
         side = "above" if isinstance(rule.baseline, Above) else "below"
         mean = "The mean of " if isinstance(rule.baseline, MeanAbove) else ""
         seen = f'{mean}{CATALOGUE[rule.selection.metric].prometheus_name} is {{{{ printf "%.3g" $value }}}}, {side} '
-        seen += f"{rule.baseline.bound:g} for {rule.hold}."
+        seen += f"{rule.baseline.bound:g}"
+        seen += f", as the run itself found on {rule.baseline.steps} measurements." if probed else f" for {rule.hold}."
     return Alert(
         name=alert_name(rule.signal),
         signal=rule.signal,
         expr=promql(rule),
-        hold=rule.hold,
+        hold="0m" if probed else rule.hold,
         severity=rule.severity,
         summary=f"{what} (run {{{{ $labels.run }}}})",
         description=f"{seen} {rule.advice}",

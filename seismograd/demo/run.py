@@ -89,11 +89,14 @@ def demo(
                 runs=runs,
                 name=name,
                 prometheus=port,
-                probes={"shadow": 1, "deployed": 1},
+                probes={"shadow": 1, "deployed": 1, "weights": 1, "geometry": 5},
                 sinks=["auto", sink],
                 controls={"layerclip.warmup": LEARNT, "tokenclip": "auto"},
             ) as run:
-                out.print("Probes run on every step, to show all signals; by default they keep to 1% of the step time.")
+                out.print(
+                    "Probes run on every step (geometry: every fifth), to show all signals; "
+                    "by default they keep to 1% of the step time."
+                )
                 if run.prometheus_url is not None:
                     out.print(f"Metrics: {run.prometheus_url}")
                 start = time.perf_counter()

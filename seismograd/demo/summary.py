@@ -131,5 +131,5 @@ def names(event: Event, planted: Planted | PlantedLayer, culprit: Mapping[str, A
 def _cost(out: Console, seen: Seen) -> None:
     out.print("What it cost", style="bold")
     parts = sorted(seen.last_by_label("hook_seconds").items(), key=lambda part: -part[1])
-    out.print(f"  {percent(seen.last('overhead_ratio'))} of the step time, probes on every step included")
+    out.print(f"  {percent(seen.last('overhead_ratio'))} of the step time, its probes included")
     out.print("  last step, ms: " + ", ".join(f"{part} {1000 * s:.3g}" for part, s in parts))
