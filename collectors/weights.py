@@ -171,4 +171,4 @@ def _trained(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _local(p: Tensor) -> Tensor:
-    return p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+    return (p.to_local() if isinstance(p, DTensor) else p).detach()
