@@ -1,7 +1,7 @@
 """Running a step's micro-batches again: exactly, and without a trace.
 
 `Replay` is what the methods of this room ask for; `ModelReplay` is it for a model and the micro-batches' own
-``TokenBatch.replay``. Nothing here touches .grad, and what is moved is put back from a copy, since adding and
+``TokenBatch.replay``. Nothing here changes .grad, and what is moved is put back from a copy, since adding and
 subtracting a step does not bring back the same bits.
 """
 
@@ -239,6 +239,8 @@ class ModelReplay:
                 logp = outputs[LOGP].detach()
                 if into is not None and not into.accepts(logp):
                     return None
+                for p in trained:
+                    p.grad = None  # a replay of the user's may have run a backward itself
                 loss_of(outputs, weight).backward()  # type: ignore[no-untyped-call]
             if into is None:
                 return logp, [p.grad for p in self.parameters]
@@ -253,7 +255,7 @@ class ModelReplay:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Buffers (running statistics, routers' counters), each module's train mode, the default random numbers."""
+        """Buffers (running statistics, routers' counters), .grad, each module's train mode, the default random numbers."""
         training = [(module, module.training) for module in self._model.modules()]
         device = self.parameters[0].device
         devices = [] if device.type == "cpu" else [device]

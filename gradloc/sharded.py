@@ -88,6 +88,8 @@ class ShardedReplay(ModelReplay):
                 with torch.enable_grad():
                     outputs = self.forward(i)
                     # Every output takes part on every rank, or a rank would skip the reduction.
+                    for p in self._whole:
+                        p.grad = None  # a replay of the user's may have run a backward itself
                     anchor = outputs[LOGP].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).sum() * 0.0
                     (anchor + self._ranks.size * loss_of(outputs, weight)).backward()  # type: ignore[no-untyped-call]
                 found = [None if p.grad is None else _local(p.grad) for p in self._whole]

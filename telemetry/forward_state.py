@@ -66,8 +66,11 @@ class ForwardState:
 
 @contextmanager
 def kept(model: nn.Module) -> Iterator[None]:
-    """What a forward may write is as before when the context ends: buffers (running statistics, routers' token counts),
-    and the random numbers of Python and NumPy. Torch's are the caller's to keep.
+    """What a replay may write is as before when the context ends: buffers (running statistics, routers' token counts),
+    the random numbers of Python and NumPy, and .grad. Torch's random numbers are the caller's to keep.
+
+    Within it no parameter has a .grad: the step's is set aside, uncopied, so that a replay of the user's that zeroes in
+    place or runs a backward does not reach it.
     """
     before = [
         (module._buffers, key, buffer, buffer.detach().clone())
@@ -75,10 +78,15 @@ def kept(model: nn.Module) -> Iterator[None]:
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
+    gradients = [(p, p.grad) for p in model.parameters()]
     python, numpy = random.getstate(), np.random.get_state()
     try:
+        for p, _ in gradients:
+            p.grad = None
         yield
     finally:
+        for p, gradient in gradients:
+            p.grad = gradient
         random.setstate(python)
         np.random.set_state(numpy)
         for buffers, key, buffer, values in before:

@@ -174,3 +174,36 @@ def test_thresholds_of_the_run_change_its_verdicts(tmp_path: Path) -> None:
 
 def test_defaults() -> None:
     assert (Config().gradloc, Config().text) == ("auto", "full")
+
+
+class Meddling(Loop):
+    """Its replays write to .grad."""
+
+    does = "zero"
+
+    def batch(self) -> dict[str, Any]:
+        batch = super().batch()
+
+        def replay(ids: torch.Tensor = batch["input_ids"]) -> torch.Tensor:
+            if self.does == "backward":
+                with torch.enable_grad():
+                    self.model(ids).sum().backward()
+            else:
+                self.optimizer.zero_grad(set_to_none=self.does == "zero")
+            return self.model(ids)
+
+        return {**batch, "replay": replay}
+
+
+@pytest.mark.parametrize("does", ["zero", "zero in place", "backward"])
+def test_training_is_bit_identical_though_replays_write_gradients(tmp_path: Path, does: str) -> None:
+    plain, loop = Loop(), Meddling()
+    loop.does = does
+    loop.run = watch(
+        model=loop.model, optimizer=loop.optimizer, runs=tmp_path, name="run", gradloc="every",
+        probes=tiny.EVERY_STEP, controls="observe",
+    )  # fmt: skip
+    with loop.run:
+        assert loop.train(4, micro_batches=2) == plain.train(4, micro_batches=2)
+    assert [incident.method for incident in incidents(tmp_path / "run")] == ["attribution"] * 4
+    assert events(tmp_path / "run", "fault") == []

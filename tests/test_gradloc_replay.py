@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from seismograd import TokenBatch
 from seismograd.gradloc import METHODS, Incident, Method, ModelReplay, localize
 from seismograd.gradloc.attribution import attribute
 from tests import tiny
@@ -544,3 +545,47 @@ def test_token_of_an_almost_empty_embedding_needs_a_shorter_ladder() -> None:
     shares, _ = attribute(step, replay)
     assert shares is not None
     assert by_place(step, shares) == pytest.approx(true_shares(m), abs=0.05)
+
+
+# -- replays that do more than run the forward ----------------------------------------------------------------------
+
+
+def zeroing(m: Made, batch: TokenBatch) -> Tensor:
+    m.net.zero_grad()
+    return logp_of(m.net, batch.input_ids)  # type: ignore[arg-type]
+
+
+def zeroing_in_place(m: Made, batch: TokenBatch) -> Tensor:
+    m.net.zero_grad(set_to_none=False)
+    return logp_of(m.net, batch.input_ids)  # type: ignore[arg-type]
+
+
+def backward_of_its_own(m: Made, batch: TokenBatch) -> Tensor:
+    with torch.enable_grad():
+        logp_of(m.net, batch.input_ids).sum().backward()  # type: ignore[arg-type, no-untyped-call]
+    return logp_of(m.net, batch.input_ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("does", [zeroing, zeroing_in_place, backward_of_its_own])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_replay_that_writes_gradients_changes_neither_them_nor_what_is_found(
+    does: Callable[[Made, TokenBatch], Tensor], method: Method
+) -> None:
+    m = made()
+    expected = m.localize(method=method)
+    m.batches[:] = [replace(batch, replay=partial(does, m, batch)) for batch in m.batches]
+    before = trace(m.net)
+    incident = m.localize(method=method)
+    assert trace(m.net) == before
+    if method in ("attribution", "bisect"):
+        assert incident.culprits == expected.culprits
+
+
+@pytest.mark.parametrize("does", [zeroing_in_place, backward_of_its_own])
+def test_a_backward_alone_is_of_its_own_loss(does: Callable[[Made, TokenBatch], Tensor]) -> None:
+    model = net()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    m = made(model)
+    expected = m.localize(method="bisect")
+    m.batches[:] = [replace(batch, replay=partial(does, m, batch)) for batch in m.batches]
+    assert m.localize(method="bisect").culprits == expected.culprits
