@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from seismograd.gradloc.replay import LOGP, Replay
+from seismograd.gradloc.sameness import another_forward, most_off, nats_off
 from seismograd.gradloc.tokens import Floats, Tokens
 from seismograd.telemetry.incidents import Attempt
 from seismograd.telemetry.ranks import Ranks, everywhere
@@ -31,8 +32,6 @@ TOLERANCE = 0.05  # of completeness
 _FIRST = 0.1  # nats that the heaviest token's logp moves by, if the gradient is all its own
 _ATTEMPTS = 4
 _CURVED = 0.05  # second difference over first: above, the distance left the linear regime
-# Nats, median: how far the middle of the two moved forwards may lie from what training recorded.
-SAME, SAME_ROUNDED = 0.01, 0.1
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def attribute(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]
     heaviest = step.ranks.max(float(np.abs(step.tokens.weight).max(initial=0.0)))
     if not (heaviest > 0 and np.isfinite(heaviest)):
         return None, [Attempt("attribution", "no token has a finite weight in the loss")]
-    bound = SAME if replay.precise else SAME_ROUNDED
+    bound = most_off(replay)
     replayed: float | None = None
     distance, tried, before = _FIRST * heaviest * step.scale / step.norm, set[float](), math.inf
     for _ in range(_ATTEMPTS):
@@ -133,7 +132,7 @@ def attribute(step: Step, replay: Replay) -> tuple[Shares | None, list[Attempt]]
         detail = f"moved by {distance:.1e} * G / |G|"
         # Curvature goes with the square of the distance; what stays is not the forward that was recorded.
         if mismatch > bound and (curved <= _CURVED or mismatch > 0.5 * before):
-            outcome = f"the replay is another forward: its log-probabilities are {mismatch:.2g} nats off"
+            outcome = another_forward(mismatch)
             return None, [*attempts, Attempt("attribution", outcome, shares.completeness, 2.0, 0.0, detail)]
         if not replay.precise:
             curved = 0.0  # the recorded logp was rounded, and is not the middle that curvature is measured from
@@ -195,8 +194,7 @@ def _difference(step: Step, replay: Replay, distance: float) -> tuple[Shares, fl
     }
     bend = np.abs(weight * (ahead + behind - 2 * step.tokens.logp)).sum()
     slope = np.abs(weight * (ahead - behind)).sum()
-    off = np.abs((ahead + behind) / 2 - step.tokens.logp)
-    mismatch = float(np.median(off[np.isfinite(off)])) if np.isfinite(off).any() else 0.0
+    mismatch = nats_off((ahead + behind) / 2, step.tokens.logp, weight)  # of the middle of the two
     return Shares(c / step.norm, parts), float(bend / slope) if slope > 0 else 0.0, mismatch
 
 

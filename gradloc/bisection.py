@@ -22,8 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from seismograd.gradloc.attribution import SAME, SAME_ROUNDED, Shares, Step
+from seismograd.gradloc.attribution import Shares, Step
 from seismograd.gradloc.replay import LOGP, Replay
+from seismograd.gradloc.sameness import another_forward, most_off, nats_off
 from seismograd.gradloc.tokens import Ints
 from seismograd.gradloc.vectors import Gradient, root
 from seismograd.telemetry.incidents import Attempt
@@ -88,8 +89,8 @@ def bisect(step: Step, replay: Replay, how: Bisection | None = None) -> tuple[Sh
     found, reason = step.everywhere(search.run)
     spent = search.probes / max(1, len(step.batches))
     mismatch, cut = step.ranks.max(search.mismatch), step.ranks.max(float(search.cut_short))
-    if reason is None and mismatch > (SAME if replay.precise else SAME_ROUNDED):
-        reason = f"the replay is another forward: its log-probabilities are {mismatch:.2g} nats off"
+    if reason is None and mismatch > most_off(replay):
+        reason = another_forward(mismatch)
     if reason is None and cut and not sum(step.ranks.sum([float(len(found))])):
         reason = f"the budget of {how.budget} probes ended before a token was found"
     detail = f"{search.probes} probes on rank {step.ranks.rank}"
@@ -110,7 +111,7 @@ class _Search:
     def __init__(self, step: Step, replay: Replay, how: Bisection) -> None:
         self._step, self._replay, self._how = step, replay, how
         self.probes = 0
-        self.mismatch = 0.0  # nats, median of a micro-batch: how far its replay is from what was recorded
+        self.mismatch = 0.0  # nats, see `nats_off`, of the micro-batch that is furthest off
         self.cut_short = False
         self._total, self._micro_batches = step.ranks.sum([float(len(step.tokens)), float(len(step.batches))])
         # The same share of |G| at the micro-batch level, whatever the sizes.
@@ -178,7 +179,10 @@ class _Search:
         return self.cut_short
 
     def _segment(self, tokens: Ints) -> _Segment:
-        return _Segment(root(self._replay.norms(self._gradient(tokens))), tokens)
+        norm = root(self._replay.norms(self._gradient(tokens)))
+        if math.isfinite(self._step.norm) and not math.isfinite(norm):
+            self.mismatch = math.inf  # no part of a finite gradient is NaN
+        return _Segment(norm, tokens)
 
     def _gradient(self, tokens: Ints) -> Gradient:
         """The gradient of these tokens alone; they are of one micro-batch."""
@@ -188,9 +192,11 @@ class _Search:
         if self._how.renormalise:
             weight = weight * (self._total / len(tokens))
         ((logp, gradient),) = self._replay.backward(i, [{LOGP: weight}])
-        off = np.abs(step.tokens.pick(i, logp) - step.tokens.logp[step.tokens.of_batch(i)])
-        if np.isfinite(off).any():
-            self.mismatch = max(self.mismatch, float(np.median(off[np.isfinite(off)])))
+        mine = step.tokens.of_batch(i)
+        replayed, recorded = step.tokens.pick(i, logp), step.tokens.logp[mine]
+        if not math.isfinite(step.norm):  # a forward that is not finite is what is looked for
+            recorded = np.where(np.isfinite(replayed), recorded, math.nan)
+        self.mismatch = max(self.mismatch, nats_off(replayed, recorded, step.tokens.weight[mine]))
         return gradient
 
     def _weighty(self, i: int) -> Ints:

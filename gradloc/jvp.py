@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from seismograd.gradloc.attribution import MOST, ForeignGradient, Shares, Step, replayed_part, summed
 from seismograd.gradloc.replay import LOGP, Replay
+from seismograd.gradloc.sameness import another_forward, most_off, nats_off
 from seismograd.telemetry.incidents import Attempt
 
 
@@ -20,10 +21,13 @@ def differentiate(step: Step, replay: Replay) -> tuple[Shares | None, list[Attem
     """The shares by one dual forward, and what came of it: None where the model refuses or the sum is not 1."""
     if replay.joint:
         return None, [Attempt("jvp", "the parameters are sharded, and their gathering has no forward derivative")]
-    shares, reason = step.everywhere(lambda: _derivative(step, replay))
+    found, reason = step.everywhere(lambda: _derivative(step, replay))
     if reason is not None:
         return None, [Attempt("jvp", reason, forwards=1.0)]
-    shares = summed(step, shares)
+    shares, mismatch = found
+    shares, mismatch = summed(step, shares), step.ranks.max(mismatch)
+    if mismatch > most_off(replay):
+        return None, [Attempt("jvp", another_forward(mismatch), shares.completeness, forwards=1.0)]
     attempts = [Attempt("jvp", shares.outcome, shares.completeness, forwards=1.0)]
     if not shares.believable:
         replayed, attempt = replayed_part(step, replay)
@@ -36,19 +40,23 @@ def differentiate(step: Step, replay: Replay) -> tuple[Shares | None, list[Attem
     return (shares if shares.believable else None), attempts
 
 
-def _derivative(step: Step, replay: Replay) -> Shares:
-    c = []
+def _derivative(step: Step, replay: Replay) -> tuple[Shares, float]:
+    """This rank's shares, and how far the forward is from the recorded one, nats."""
+    c, logp = [], []
     parts = dict.fromkeys(step.others, 0.0)
     with replay.dual():
         for i, batch in enumerate(step.batches):
             outputs = replay.forward(i)
             c.append(step.tokens.pick(i, _tangent(outputs[LOGP])))
+            logp.append(step.tokens.pick(i, forward_ad.unpack_dual(outputs[LOGP]).primal))  # type: ignore[no-untyped-call]
             for name, weight in batch.others.items():
                 parts[name] += float((weight.double().cpu() * _tangent(outputs[name]).double().cpu()).sum())
     unit = step.scale / step.norm**2  # the dual carries the derivative along G, and shares are of |G|
     derivative = np.concatenate(c) if c else np.empty(0)
     w = step.tokens.weight
-    return Shares(np.where(w == 0, 0.0, w * derivative * unit), {k: x * unit for k, x in parts.items()})
+    mismatch = nats_off(np.concatenate(logp) if logp else np.empty(0), step.tokens.logp, w)
+    shares = Shares(np.where(w == 0, 0.0, w * derivative * unit), {k: x * unit for k, x in parts.items()})
+    return shares, mismatch
 
 
 def _tangent(output: Tensor) -> Tensor:

@@ -138,7 +138,10 @@ class _Localisation:
             shares, attempts = None, e.attempts
             notes.append(str(e))
         if shares is None:
-            notes.append("no method gave shares that can be believed. Tokens are ranked by what is known without one")
+            notes.append(
+                f"no method gave shares that can be believed ({attempts[0].outcome}). Tokens are ranked by what is known "
+                "without one"
+            )
             return self._judged(step, _by_weight(step.tokens), None, attempts, "ratios", notes, replay, estimated=True)
         candidates = self._candidates(step, shares.tokens)
         # Also those below what is named alone: the worst of a sequence that is.

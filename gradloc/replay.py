@@ -255,7 +255,9 @@ class ModelReplay:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Buffers (running statistics, routers' counters), .grad, each module's train mode, the default random numbers."""
+        """Buffers (running statistics, routers' counters), .grad, each module's train mode, the default random
+        numbers.
+        """
         training = [(module, module.training) for module in self._model.modules()]
         device = self.parameters[0].device
         devices = [] if device.type == "cpu" else [device]

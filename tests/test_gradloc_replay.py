@@ -589,3 +589,53 @@ def test_a_backward_alone_is_of_its_own_loss(does: Callable[[Made, TokenBatch], 
     expected = m.localize(method="bisect")
     m.batches[:] = [replace(batch, replay=partial(does, m, batch)) for batch in m.batches]
     assert m.localize(method="bisect").culprits == expected.culprits
+
+
+# -- other forwards -------------------------------------------------------------------------------------------------
+
+
+def scaled(factor: float, batch: TokenBatch) -> Tensor:
+    assert batch.replay is not None
+    return batch.replay() * factor
+
+
+def row_of_nan(batch: TokenBatch) -> Tensor:
+    assert batch.replay is not None
+    logp = batch.replay()
+    return torch.cat([logp[:1] * math.nan, logp[1:]])
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (partial(scaled, math.nan), "not finite where the step's was"),
+        (row_of_nan, "not finite where the step's was"),
+        (partial(scaled, 0.5), "nats off|add up to"),
+    ],
+    ids=["nan", "a row of nan", "half"],
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_another_forward_is_believed_by_no_method(
+    other: Callable[[TokenBatch], Tensor], said: str, method: Method
+) -> None:
+    m = made()
+    m.batches[:] = [replace(batch, replay=partial(other, batch)) for batch in m.batches]
+    incident = m.localize(method=method)
+    assert not [a for a in incident.attempts if a.believed], incident.attempts
+    assert incident.method == "ratios"
+    assert incident.verdict == localize(m.batches, None).verdict == "A.1"
+    assert [place(c) for c in incident.culprits] == [m.planted]
+    (note,) = incident.notes
+    assert any(words in note for words in said.split("|")), note
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_that_turned_nan_since_are_another_forward(method: Method) -> None:
+    m = made()
+    with torch.no_grad():
+        m.trained[0].view(-1)[0].fill_(math.nan)
+        m.trained[-1].view(-1)[0].fill_(math.nan)
+    incident = m.localize(method=method)
+    assert incident.method == "ratios"
+    assert incident.verdict == "A.1"
+    assert "not finite where the step's was" in " ".join(incident.notes)
