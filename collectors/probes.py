@@ -195,8 +195,7 @@ class Probes:
                 self._budget.spent(probe, seconds, ended)
 
     def _logp(self, batch: TokenBatch) -> Tensor:
-        assert batch.replay is not None
-        return shadow_logp(self._model, batch.replay, self._setup.precision)
+        return shadow_logp(self._model, batch.replayed, self._setup.precision)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ def mis(
     towards those on which engine and trainer agree.
 
     Args:
-        log_ratio: (B, T) logp - rollout_logp in nats; NaN counts as 0.
+        log_ratio: (B, T) logp - rollout_logp in nats; NaN counts as 0. A sequence that holds both +inf and -inf is
+            left out.
         mask: (B, T), true where a token is trained.
         of: the sequence's ratio is exp of the "sum" of its log-ratios, or of their "mean".
         low, high: bounds of that ratio.
@@ -28,12 +29,16 @@ def mis(
         (B, 1) of log_ratio's dtype. The gradient is that of the kept sequences alone.
 
     Raises:
-        ValueError: bounds that are not 0 <= low < high.
+        ValueError: bounds that are not 0 <= low < high, or another `of`.
     """
     if not 0 <= low < high:
         raise ValueError(f"mis(low={low!r}, high={high!r}): give 0 <= low < high")
+    if of not in ("sum", "mean"):
+        raise ValueError(f"mis(of={of!r}): give 'sum' or 'mean'")
     trained = mask.bool()
-    total = torch.where(trained, torch.nan_to_num(log_ratio, nan=0.0), 0.0).sum(-1, keepdim=True)
+    # Infinite ones stay so: both +inf and -inf in a sequence make NaN, which lies within no bounds.
+    known = torch.where(log_ratio.isnan(), 0.0, log_ratio)
+    total = torch.where(trained, known, 0.0).sum(-1, keepdim=True)
     level = total if of == "sum" else total / trained.sum(-1, keepdim=True).clamp(min=1)
     kept = (level >= (math.log(low) if low > 0 else -math.inf)) & (level <= math.log(high))
     return kept.to(log_ratio.dtype)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Literal
 
 import numpy as np
@@ -73,14 +74,32 @@ def localize(
     """
     if method not in METHODS:
         raise ValueError(f"localize(method={method!r}): give one of {', '.join(METHODS)}")
-    if top_k < 1 or verified < 0 or not 0 < grad_scale < math.inf:
-        raise ValueError("localize(): give top_k >= 1, verified >= 0 and a finite grad_scale > 0")
+    _check(replay, top_k, verified, grad_scale)
+    batches = [_flagged(batch) for batch in batches]
     began = time.perf_counter()
     search = _Localisation(
         batches, method, grad_scale, top_k, verified, thresholds or Thresholds(), bisection, ranks or Alone(), told
     )
     incident = search.run(replay)
     return replace(incident, seconds=time.perf_counter() - began)
+
+
+def _check(replay: object, top_k: object, verified: object, grad_scale: object) -> None:
+    """Raises ValueError where a setting cannot be; its message names the setting and the fix."""
+    for name, value, least in (("top_k", top_k, 1), ("verified", verified, 0)):
+        if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
+            raise ValueError(f"localize({name}={value!r}): give a whole number of at least {least}")
+    if not isinstance(grad_scale, Real) or isinstance(grad_scale, bool) or not 0 < float(grad_scale) < math.inf:
+        raise ValueError(f"localize(grad_scale={grad_scale!r}): give a finite number above 0")
+    if not (replay is None or isinstance(replay, nn.Module) or hasattr(replay, "norms")):
+        raise ValueError(
+            f"localize(replay={replay!r}): give the model, a Replay, or None where nothing can be run again"
+        )
+
+
+def _flagged(batch: TokenBatch) -> TokenBatch:
+    """With a mask of flags, whatever numbers it came in: as an index, a mask of floats fails."""
+    return batch if batch.mask.dtype == torch.bool else replace(batch, mask=batch.mask != 0)
 
 
 @dataclass
@@ -139,8 +158,8 @@ class _Localisation:
             notes.append(str(e))
         if shares is None:
             notes.append(
-                f"no method gave shares that can be believed ({attempts[0].outcome}). Tokens are ranked by what is known "
-                "without one"
+                f"no method gave shares that can be believed ({attempts[0].outcome}). Tokens are ranked by what is "
+                "known without one"
             )
             return self._judged(step, _by_weight(step.tokens), None, attempts, "ratios", notes, replay, estimated=True)
         candidates = self._candidates(step, shares.tokens)

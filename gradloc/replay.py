@@ -145,7 +145,6 @@ class ModelReplay:
 
     def forward(self, i: int, rows: Sequence[int] | None = None) -> Mapping[str, Tensor]:
         batch = self._batches[i]
-        assert batch.replay is not None
         with ExitStack() as stack:
             # A compiled model would compile anew for each kind of replay, up to the limit that training needs too.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -159,7 +158,7 @@ class ModelReplay:
                 return batch.replay_rows(torch.tensor(rows, device=batch.logp.device))
             if batch.replay_all is not None:
                 return batch.replay_all()
-            return {LOGP: batch.replay()}
+            return {LOGP: batch.replayed()}
 
     def backward(
         self,

@@ -14,8 +14,8 @@ _SAME, _SAME_ROUNDED = 0.01, 0.1
 
 
 def nats_off(replayed: Floats, recorded: Floats, weight: Floats) -> float:
-    """Median distance over the tokens whose recorded log-prob is finite, 0 where there are none; infinite where one that
-    has a weight in the loss is not finite in the replay, since no finite gradient came from that.
+    """Median distance over the tokens whose recorded log-prob is finite, 0 where there are none; infinite where one
+    that has a weight in the loss is not finite in the replay, since no finite gradient came from that.
     """
     known = np.isfinite(recorded)
     lost = known & ~np.isfinite(replayed)

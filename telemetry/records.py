@@ -161,6 +161,20 @@ class TokenBatch:
     others: Mapping[str, Tensor] = field(default_factory=dict)
     state: ForwardState | None = None
 
+    def replayed(self) -> Tensor:
+        """(B, T-1) what `replay` gives.
+
+        Raises:
+            ValueError: it is no tensor of the shape of `logp`.
+        """
+        assert self.replay is not None
+        found = self.replay()
+        shape = getattr(found, "shape", None)  # a user's function may return anything
+        if shape != self.logp.shape:
+            what = type(found).__name__ if shape is None else tuple(shape)
+            raise ValueError(f"run.tokens(replay=...) gave {what}, logp has {tuple(self.logp.shape)}")
+        return found
+
 
 @dataclass(frozen=True)
 class Spike:

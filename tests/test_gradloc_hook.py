@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,31 @@ def test_training_is_bit_identical_though_replays_write_gradients(tmp_path: Path
         assert loop.train(4, micro_batches=2) == plain.train(4, micro_batches=2)
     assert [incident.method for incident in incidents(tmp_path / "run")] == ["attribution"] * 4
     assert events(tmp_path / "run", "fault") == []
+
+
+@pytest.mark.parametrize(("nothing", "gave"), [(False, r"gave \(4, 7\), logp has \(4, 8\)"), (True, "gave NoneType")])
+def test_a_replay_of_another_shape_costs_only_what_is_replayed(tmp_path: Path, nothing: bool, gave: str) -> None:
+    class Short(Loop):
+        def batch(self) -> dict[str, Any]:
+            batch = super().batch()
+            short = lambda ids=batch["input_ids"]: None if nothing else self.model(ids)[:, 1:]  # noqa: E731
+            return {**batch, "replay": short}
+
+    loop = Short()
+    loop.run = watch(
+        model=loop.model, optimizer=loop.optimizer, runs=tmp_path, name="run", gradloc="every", probes=tiny.EVERY_STEP
+    )
+    with loop.run:
+        loop.train(2)
+        loop.train(1, corrupt=6.0)
+    folder = tmp_path / "run"
+    faults = [e.message for e in events(folder, "fault")]
+    assert any(re.search(rf"fault in probe_shadow, .*run\.tokens\(replay=\.\.\.\) {gave}", m) for m in faults), faults
+    assert all("probe_" in m for m in faults), faults
+    found = incidents(folder)
+    assert [incident.method for incident in found] == ["ratios"] * 3
+    assert found[-1].verdict == "A.1"
+    assert all(re.search(rf"replay=\.\.\.\) {gave}", " ".join(incident.notes)) for incident in found)
+    with RunStore.read(folder / "run.db") as store:
+        keys = [reading.key for row in store.rows() for reading in row.readings]
+    assert keys.count('loss_weight{stat="l2"}') == 3

@@ -639,3 +639,14 @@ def test_weights_that_turned_nan_since_are_another_forward(method: Method) -> No
     assert incident.method == "ratios"
     assert incident.verdict == "A.1"
     assert "not finite where the step's was" in " ".join(incident.notes)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_replay_of_another_shape_is_named(method: Method) -> None:
+    m = made()
+    m.batches[:] = [replace(b, replay=lambda own=b.replay: own()[:, :-1]) for b in m.batches]
+    incident = m.localize(method=method)
+    assert incident.verdict == "A.1"
+    assert incident.method == "ratios"
+    (note,) = incident.notes
+    assert "run.tokens(replay=...) gave (3, 7), logp has (3, 8)" in note

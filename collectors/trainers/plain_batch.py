@@ -121,4 +121,5 @@ def _staleness(x: Any, logp: Tensor) -> Tensor | int | None:
 
 def _replayed(replay: Callable[[], Tensor], dim: int) -> Tensor:
     logp = replay()
-    return logp if dim > 1 else logp.unsqueeze(0)
+    # One that is not packed alike is left as it is, for its shape to be told.
+    return logp.unsqueeze(0) if dim == 1 and isinstance(logp, Tensor) and logp.dim() == 1 else logp
