@@ -199,7 +199,7 @@ class LayerClip:
         return {"reference": self.reference, "units": list(self._column), "usual": self._usual.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Take up where `state_dict` left off.
+        """Take up where `state_dict` left off; where that cannot be read everything stays as it is.
 
         Returns:
             Units of this model that the state does not know; they warm up anew. Where the reference is another one all
