@@ -16,6 +16,7 @@ from seismograd import RunStore, watch
 from seismograd.controls import LayerClip
 from seismograd.demo.faults import PlantedFault
 from seismograd.demo.trainer import EngineGRPOTrainer
+from seismograd.gradloc import Incident
 from tests import tiny
 from tests.test_controls_hook import Shaking, events, series, shaken
 from tests.test_plain import Loop
@@ -43,6 +44,32 @@ def test_code_after_the_clip_still_finds_the_gradients_of_a_skipped_step(tmp_pat
     assert acted(folder) == ["step 20: layerclip skips the step: its gradient is not finite"]
     assert {series(folder, "layerclip_scale", layer=layer)[20] for layer in ("embedding", "1", "head")} == {0.0}
     assert all(p.isfinite().all() for p in loop.model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", [None, object()])
+def test_without_the_optimizer_no_step_is_said_to_be_skipped(tmp_path: Path, optimizer: Any) -> None:
+    plain, loop = Shaking(at=20, size=math.nan), Shaking(at=20, size=math.nan)
+    plain.train(24)
+    with watch(model=loop.model, optimizer=optimizer, runs=tmp_path, name="run", controls=ON) as run:
+        loop.run = run
+        loop.train(24)
+    folder = tmp_path / "run"
+    assert tiny.fingerprint(loop.model) == tiny.fingerprint(plain.model)  # nothing was skipped
+    assert acted(folder) == []
+    said = [e.message for e in events(folder, "degraded") if "cannot skip" in e.message]
+    assert len(said) == 1
+    assert "watch(optimizer=...)" in said[0]
+    incidents = [Incident.from_json(path.read_text()) for path in (folder / "incidents").glob("*.json")]
+    assert incidents
+    assert not any(incident.controls["layerclip"]["acted"] for incident in incidents)
+
+
+def test_without_the_optimizer_layers_are_clipped_all_the_same(tmp_path: Path) -> None:
+    loop = Shaking(at=20)
+    with watch(model=loop.model, runs=tmp_path, name="run", controls=ON) as run:
+        loop.run = run
+        loop.train(21)
+    assert [message.split(" (")[0] for message in acted(tmp_path / "run")] == ["step 20: layerclip clips 1"]
 
 
 def test_a_scaler_that_never_unscales_survives_an_overflow(tmp_path: Path) -> None:
