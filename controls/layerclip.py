@@ -126,10 +126,12 @@ class LayerClip:
             raise ValueError(f"LayerClip(reference={reference!r}): give one of {', '.join(REFERENCES)}")
         numbers = {"factor": factor, "half_life": half_life, "trim": trim}
         for name, value in numbers.items():
-            if not isinstance(value, (int, float)):
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise ValueError(f"LayerClip({name}={value!r}): give a number")
         if not 1 < factor < math.inf:
-            raise ValueError(f"LayerClip(factor={factor!r}): give a number above 1")
+            raise ValueError(f"LayerClip(factor={factor!r}): give a finite number above 1")
+        if not isinstance(groups, bool):
+            raise ValueError(f"LayerClip(groups={groups!r}): give True or False")
         if not (isinstance(warmup, int) and isinstance(window, int) and 2 <= warmup <= window):
             raise ValueError(
                 f"LayerClip(warmup={warmup!r}, window={window!r}): give whole steps, 2 <= warmup <= window"
