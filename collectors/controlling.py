@@ -67,6 +67,9 @@ class Controls:
         hub: takes events.
         faults: a control that keeps failing is switched off.
         guard: fences a block and books its time under a part.
+
+    Attributes:
+        skips: whether a step can be skipped: the adapter calls `withhold` before its optimizer steps, and says so here.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class Controls:
         self._idle: set[str] = set()
         self._said: set[str] = set()
         self._taken: list[tuple[Tensor, Tensor | None]] = []
+        self.skips = False
 
     @property
     def policy(self) -> Policy:
@@ -145,11 +149,13 @@ class Controls:
             wanted = protector.on("layerclip") and clipping and not overflow
             able = self._faults.working("layerclip") and self._faults.working("layerclip_apply")
         if step.scales is not None and step.scales.acts:  # they are rank 0's: all ranks come here, or none
-            everybody = self._meeting.shared((wanted, able))
-            if everybody[0][0] and all(each for _, each in everybody):
-                step.applied = step.scales
-            elif everybody[0][0]:
-                self._say_once("LayerClip is on and cannot act: it has failed on one of the ranks", rank)
+            everybody = self._meeting.shared((wanted, able, self.skips or step.scales.finite))
+            if everybody[0][0]:
+                lacks = _lacks([each[1] for each in everybody], [each[2] for each in everybody])
+                if lacks is None:
+                    step.applied = step.scales
+                else:
+                    self._say_once(lacks, rank)
         with self._guard("controls"):
             if step.explained is not None:
                 step.explained = protector.told(step.explained, step.scales, changes, step.applied is not None)
@@ -210,3 +216,20 @@ class Controls:
                 if p.grad is None:
                     p.grad = gradient
             self._taken = []
+
+
+def _lacks(able: Sequence[bool], possible: Sequence[bool]) -> str | None:
+    """Why LayerClip does not act though it is on, where that is so.
+
+    Args:
+        able: whether it works, by rank.
+        possible: whether what it would do can be done, by rank.
+    """
+    if not all(able):
+        return "LayerClip is on and cannot act: it has failed on one of the ranks"
+    if not all(possible):
+        return (
+            "LayerClip is on and cannot skip a step whose gradient is not finite, as it does not know the optimizer: "
+            "give watch(optimizer=...) the loop's torch.optim.Optimizer"
+        )
+    return None

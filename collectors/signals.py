@@ -66,15 +66,25 @@ class SignalWorker:
     ) -> None:
         self._detector, self._faults = detector, faults
         self._cpu_seconds, self._dropped, self._write_incident = cpu_seconds, dropped, incidents
-        self._incidents = Counter(dict.fromkeys(VERDICTS, 0))
-        self._spikes = Counter(dict.fromkeys(signals, 0))
-        self._nonfinite: Counter[str] = Counter({"gradient": 0})
-        self._zero_steps = 0
-        self._usual = _UsualProportions()
+        self._signals = tuple(signals)
+        self._begin()
         self._used: Mapping[str, float] = {}
         self._parts: tuple[str, ...] = ()
         self._hook_total = self._step_total = 0.0
         self._lock = threading.Lock()
+
+    def _begin(self) -> None:
+        self._incidents = Counter(dict.fromkeys(VERDICTS, 0))
+        self._spikes = Counter(dict.fromkeys(self._signals, 0))
+        self._nonfinite: Counter[str] = Counter({"gradient": 0})
+        self._zero_steps = 0
+        self._usual = _UsualProportions()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        with self._lock:
+            self._detector.reset()
+            self._begin()
 
     def process(self, payload: Any) -> tuple[list[Row], list[Event]]:
         """The rows and events of one payload."""
@@ -99,14 +109,16 @@ class SignalWorker:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
+        """Take up where `state_dict` left off; where that cannot be read everything stays as it is."""
+        counted = [{k: int(n) for k, n in state[name].items()} for name in ("spikes", "nonfinite", "incidents")]
+        zero_steps, usual = int(state["zero_steps"]), _UsualProportions()
+        usual.load_state_dict(state["usual_proportions"])
         with self._lock:
             self._detector.load_state_dict(state["detector"])
-            self._usual.load_state_dict(state["usual_proportions"])
-            self._spikes = Counter({**self._spikes, **state["spikes"]})
-            self._nonfinite = Counter({**self._nonfinite, **state["nonfinite"]})
-            self._zero_steps = int(state["zero_steps"])
-            self._incidents = Counter({**self._incidents, **state["incidents"]})
+            self._spikes = Counter({**self._spikes, **counted[0]})
+            self._nonfinite = Counter({**self._nonfinite, **counted[1]})
+            self._incidents = Counter({**self._incidents, **counted[2]})
+            self._zero_steps, self._usual = zero_steps, usual
 
     def _step(self, payload: StepPayload) -> tuple[list[Row], list[Event]]:
         readings: list[Reading] = []

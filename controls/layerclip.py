@@ -126,10 +126,12 @@ class LayerClip:
             raise ValueError(f"LayerClip(reference={reference!r}): give one of {', '.join(REFERENCES)}")
         numbers = {"factor": factor, "half_life": half_life, "trim": trim}
         for name, value in numbers.items():
-            if not isinstance(value, (int, float)):
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise ValueError(f"LayerClip({name}={value!r}): give a number")
         if not 1 < factor < math.inf:
-            raise ValueError(f"LayerClip(factor={factor!r}): give a number above 1")
+            raise ValueError(f"LayerClip(factor={factor!r}): give a finite number above 1")
+        if not isinstance(groups, bool):
+            raise ValueError(f"LayerClip(groups={groups!r}): give True or False")
         if not (isinstance(warmup, int) and isinstance(window, int) and 2 <= warmup <= window):
             raise ValueError(
                 f"LayerClip(warmup={warmup!r}, window={window!r}): give whole steps, 2 <= warmup <= window"
@@ -199,7 +201,7 @@ class LayerClip:
         return {"reference": self.reference, "units": list(self._column), "usual": self._usual.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Take up where `state_dict` left off.
+        """Take up where `state_dict` left off; where that cannot be read everything stays as it is.
 
         Returns:
             Units of this model that the state does not know; they warm up anew. Where the reference is another one all

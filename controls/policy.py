@@ -141,14 +141,20 @@ class Policy:
             raise ValueError(f"controls={given!r} cannot be: give a mode, or a mapping such as {{'layerclip': 'auto'}}")
         chosen: dict[str, dict[str, Any]] = {}
         for key, value in given.items():
-            control, _, setting = str(key).partition(".")
+            control, dot, setting = str(key).partition(".")
+            setting = setting if dot else "mode"
             kind = _KINDS.get(control)
             if kind is None:
                 raise ValueError(f"controls[{key!r}] is no control: known are {', '.join(CONTROLS)}")
             known = [f.name for f in fields(kind)]
-            if (setting or "mode") not in known:
+            if setting not in known:
                 raise ValueError(f"controls[{key!r}] is no setting of {control}: known are {', '.join(known)}")
-            chosen.setdefault(control, {})[setting or "mode"] = value
+            taken = chosen.setdefault(control, {})
+            if setting in taken and taken[setting] != value:  # a mode may stand under two keys
+                raise ValueError(
+                    f"controls sets {control}.{setting} twice, to {taken[setting]!r} and to {value!r}: give one of them"
+                )
+            taken[setting] = value
         return cls(**{control: _KINDS[control](**settings) for control, settings in chosen.items()})
 
     def as_json(self) -> dict[str, Any]:
@@ -186,7 +192,7 @@ def _is_number(value: object) -> bool:
 def _number(control: str, settings: Any, name: str, above: float, below: float) -> None:
     value = getattr(settings, name)
     if not (_is_number(value) and above < value < below):
-        raise _refuse(control, name, value, f"give a number above {above:g}")
+        raise _refuse(control, name, value, f"give a finite number above {above:g}")
 
 
 def _whole(control: str, settings: Any, name: str, least: int, most: int | None = None) -> None:
@@ -198,8 +204,9 @@ def _whole(control: str, settings: Any, name: str, least: int, most: int | None 
 
 def _bounds(control: str, settings: Any) -> None:
     for name in ("low", "high"):
-        if not _is_number(getattr(settings, name)):
-            raise _refuse(control, name, getattr(settings, name), "give a number")
-    if not 0 <= settings.low < settings.high < math.inf:
-        fix = f"give 0 <= low < high; high is {settings.high!r}"
-        raise _refuse(control, "low", settings.low, fix)
+        value = getattr(settings, name)
+        if not (_is_number(value) and 0 <= value < math.inf):
+            raise _refuse(control, name, value, "give a finite number, at least 0")
+    if not settings.low < settings.high:
+        low, high = f"controls['{control}.low']={settings.low!r}", f"controls['{control}.high']={settings.high!r}"
+        raise ValueError(f"{low} and {high} cannot be: give low < high")

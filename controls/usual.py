@@ -51,7 +51,7 @@ class Reference(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any], columns: Sequence[int]) -> None:
-        """Take up the columns of a saved state, in this order."""
+        """Take up the columns of a saved state, in this order; where it cannot be read everything stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +133,14 @@ class Peers:
         return {**self._rho.state_dict(), "recent": _told(self._recent), "own": _told(self._own)}
 
     def load_state_dict(self, state: Mapping[str, Any], columns: Sequence[int]) -> None:
-        logs, seen = np.array(state["logs"], dtype=np.float64), np.asarray(state["next"], dtype=np.int64)
-        self._rho = RobustState(self._rho.settings, len(columns))
-        rows = min(len(logs), len(self._rho.logs))
-        if len(logs) == len(self._rho.logs):  # another window begins anew
-            self._rho.logs[:rows] = logs[:rows, list(columns)]
-            self._rho.next[:] = seen[list(columns)]
-        recent, own = (np.array(state[name], dtype=np.float64)[:, list(columns)] for name in ("recent", "own"))
-        self._recent, self._own = np.where(np.isnan(recent), -np.inf, recent), own
+        logs, recent, own = (_columns(state[name], columns) for name in ("logs", "recent", "own"))
+        rho = RobustState(self._rho.settings, len(columns))
+        seen = _entries(state["next"], columns).astype(np.int64)
+        if len(logs) == len(rho.logs):  # another window begins anew
+            rho.logs, rho.next = logs, seen
+        if not len(recent) == len(own) == _RECENT:
+            raise ValueError(f"{len(recent)} and {len(own)} recent steps, not {_RECENT}")
+        self._rho, self._recent, self._own = rho, np.where(np.isnan(recent), -np.inf, recent), own
         self._refresh()
 
     def _refresh(self) -> None:
@@ -180,14 +180,29 @@ class History:
         return {**self._state.state_dict(), "first": _told(self._first)}
 
     def load_state_dict(self, state: Mapping[str, Any], columns: Sequence[int]) -> None:
-        first = np.array(state["first"], dtype=np.float64)[:, list(columns)]
-        self._state = self._settings.state(len(columns))
-        if len(first) != len(self._first):  # another warm-up begins anew
-            self._first = np.full((len(self._first), len(columns)), np.nan)
-            return
-        self._first = first
-        for name in ("level", "seen"):
-            setattr(self._state, name, np.asarray(state[name], dtype=np.float64)[list(columns)])
+        first, taken = _columns(state["first"], columns), self._settings.state(len(columns))
+        level, seen = (_entries(state[name], columns) for name in ("level", "seen"))
+        if len(first) == len(self._first):
+            taken.level, taken.seen = level, seen
+        else:  # another warm-up begins anew
+            first = np.full((len(self._first), len(columns)), np.nan)
+        self._state, self._first = taken, first
+
+
+def _columns(rows: Any, columns: Sequence[int]) -> Values:
+    """(R, U) the columns of saved rows, NaN where they hold None."""
+    found: Values = np.array(rows, dtype=np.float64)
+    if found.ndim != 2:
+        raise ValueError(f"{found.ndim} dimensions, not 2")
+    return found[:, list(columns)]
+
+
+def _entries(row: Any, columns: Sequence[int]) -> Values:
+    """(U,) the entries of a saved row."""
+    found: Values = np.array(row, dtype=np.float64)
+    if found.ndim != 1 or not np.isfinite(found).all():
+        raise ValueError("not one finite number a column")
+    return found[list(columns)]
 
 
 def _told(rows: Values) -> list[list[float | None]]:

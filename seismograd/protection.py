@@ -43,15 +43,23 @@ class Protection:
     """
 
     def __init__(self, model: nn.Module, policy: Policy) -> None:
-        self.policy = policy
-        self._switches = {
-            name: Switch(name, (settings := getattr(policy, name)).mode, getattr(settings, "hold", 1))
+        self.policy, self._model = policy, model
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._switches, self._layerclip = self._fresh()
+
+    def _fresh(self) -> tuple[dict[str, Switch], LayerClip]:
+        switches = {
+            name: Switch(name, (settings := getattr(self.policy, name)).mode, getattr(settings, "hold", 1))
             for name in CONTROLS
         }
-        layer = policy.layerclip
-        self._layerclip = LayerClip(
-            model, reference=layer.reference, factor=layer.factor, groups=layer.groups, warmup=layer.warmup
+        layer = self.policy.layerclip
+        clip = LayerClip(
+            self._model, reference=layer.reference, factor=layer.factor, groups=layer.groups, warmup=layer.warmup
         )
+        return switches, clip
 
     @property
     def states(self) -> Mapping[str, State]:
@@ -131,11 +139,16 @@ class Protection:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Take up where `state_dict` left off; the layers that LayerClip has to learn anew."""
-        anew = self._layerclip.load_state_dict(state["layerclip"])
+        """Take up where `state_dict` left off; the layers that LayerClip has to learn anew.
+
+        Where it cannot be read everything stays as it is.
+        """
+        switches, clip = self._fresh()
+        anew = clip.load_state_dict(state["layerclip"])
         for name, saved in state["switches"].items():
-            if name in self._switches:
-                self._switches[name].load_state_dict(saved)
+            if name in switches:
+                switches[name].load_state_dict(saved)
+        self._switches, self._layerclip = switches, clip
         return anew
 
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -23,6 +23,16 @@ from seismograd.telemetry.detector import Detector
 from seismograd.telemetry.faults import Faults, announce, warn
 from seismograd.telemetry.hub import Hub
 from seismograd.telemetry.records import Event, RunInfo, Spike
+
+
+class _Part(Protocol):
+    """What a saved state has a part of. Where that cannot be read it stays as it is."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Take up where the part left off."""
+
+    def reset(self) -> None:
+        """Begin anew."""
 
 
 class Run:
@@ -173,16 +183,34 @@ class Run:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
-        self._detector.load_state_dict(state["step"])
-        self._worker.load_state_dict(state["worker"])
-        if "controls" not in state:  # of a version without them
-            return
-        try:
-            anew = self._protection.load_state_dict(state["controls"])
-        except (KeyError, IndexError, TypeError, ValueError) as e:
-            self.degraded(f"the saved state of the controls cannot be read ({type(e).__name__}): they begin anew")
-            return
+        """Take up where `state_dict` left off. Parts that cannot be read begin anew, which is said in one line."""
+        given: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
+        parts: dict[str, tuple[str, _Part]] = {
+            "step": ("the detection in the step", self._detector),
+            "worker": ("the signals and counters", self._worker),
+            "controls": ("the controls", self._protection),
+        }
+        if given and "controls" not in given:  # of a version without them
+            del parts["controls"]
+        unread: dict[str, str] = {}
+        anew: Sequence[str] = ()
+        for name, (words, part) in parts.items():
+            saved = given.get(name)
+            try:
+                if not isinstance(saved, Mapping) or not saved:
+                    raise TypeError(name)
+                anew = part.load_state_dict(saved) or ()
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+                part.reset()
+                unread[name] = f"{words} ({type(e).__name__ if saved else 'missing'})"
+        if unread:
+            rest = "" if len(unread) == len(parts) else "; the rest is taken over"
+            self.degraded(f"the saved state of {', '.join(unread.values())} cannot be read: they begin anew{rest}")
+        if "controls" in parts and "controls" not in unread:
+            self._taken_up(anew)
+
+    def _taken_up(self, anew: Sequence[str]) -> None:
+        """Say which controls are on by the saved state, and which layers it does not know."""
         for control, now in self.controls.items():
             if now == "on":
                 reason = "taken up from the saved state"

@@ -225,6 +225,8 @@ def _parse_controls(text: str) -> Policy:
         key, separator, value = item.partition("=")
         if not separator:
             raise ValueError("write control=mode, separated by commas")
+        if key.strip() in given:
+            raise ValueError(f"{key.strip()} is given twice")
         given[key.strip()] = _value(value.strip())
     return _policy(given)
 

@@ -54,7 +54,7 @@ class State(Protocol):
         """JSON-serialisable."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` left off."""
+        """Take up where `state_dict` left off, for as many series; where that cannot be read it stays as it is."""
 
 
 class Baseline(Protocol):
@@ -62,6 +62,14 @@ class Baseline(Protocol):
 
     def state(self, n: int) -> State:
         """Fresh state for n series."""
+
+
+def saved(state: Mapping[str, Any], name: str, like: NDArray[Any]) -> NDArray[Any]:
+    """An array of a saved state, of the shape and dtype of `like`; ValueError where it has another shape."""
+    found = np.array(state[name], dtype=like.dtype)
+    if found.shape != like.shape:
+        raise ValueError(f"{name} has the shape {found.shape}, not {like.shape}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,7 @@ class EnvelopeState:
         return {"level": self.level.tolist(), "seen": self.seen.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.level = np.asarray(state["level"], dtype=np.float64)
-        self.seen = np.asarray(state["seen"], dtype=np.float64)
+        self.level, self.seen = saved(state, "level", self.level), saved(state, "seen", self.seen)
 
 
 @dataclass(frozen=True)
@@ -208,8 +215,7 @@ class RobustState:
         return {"logs": logs, "next": self.next.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.logs = np.array(state["logs"], dtype=np.float64)
-        self.next = np.asarray(state["next"], dtype=np.int64)
+        self.logs, self.next = saved(state, "logs", self.logs), saved(state, "next", self.next)
 
 
 def _median(logs: Values) -> Values:
@@ -295,9 +301,8 @@ class MeanState:
         return {"last": last, "next": self.next.tolist(), "above": self.above.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.last = np.array(state["last"], dtype=np.float64).reshape(len(self.last), -1)
-        self.next = np.asarray(state["next"], dtype=np.int64)
-        self.above = np.asarray(state["above"], dtype=bool)
+        read = (saved(state, "last", self.last), saved(state, "next", self.next), saved(state, "above", self.above))
+        self.last, self.next, self.above = read
 
 
 class ThresholdState:
@@ -322,4 +327,4 @@ class ThresholdState:
         return {"run": self.run.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.run = np.asarray(state["run"], dtype=np.float64)
+        self.run = saved(state, "run", self.run)

@@ -60,10 +60,19 @@ class Detector:
         return {watch.rule.signal: watch.state_dict() for watch in self._watches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up where `state_dict` left off; signals that it does not name begin anew."""
-        for watch in self._watches:
+        """Take up where `state_dict` left off; signals that it does not name begin anew.
+
+        Where it cannot be read everything stays as it is.
+        """
+        watches = [_Watch(watch.rule) for watch in self._watches]
+        for watch in watches:
             if watch.rule.signal in state:
                 watch.load_state_dict(state[watch.rule.signal])
+        self._watches = watches
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._watches = [_Watch(watch.rule) for watch in self._watches]
 
 
 class _Watch:
@@ -113,10 +122,11 @@ class _Watch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._index = {tuple(key): i for i, key in enumerate(state["series"])}
-        self._state = self.rule.baseline.state(len(self._index))
-        self._state.load_state_dict(state["state"])
-        self._last_spike = state["last_spike"]
+        index = {tuple(key): i for i, key in enumerate(state["series"])}
+        taken, last = self.rule.baseline.state(len(index)), state["last_spike"]
+        taken.load_state_dict(state["state"])
+        self._last_spike = None if last is None else int(last)
+        self._index, self._state = index, taken
 
     def _accepts(self, labels: Mapping[str, str]) -> bool:
         return self.rule.selection.accepts(labels)

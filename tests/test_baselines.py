@@ -151,6 +151,19 @@ class TestState:
             assert np.array_equal(a.fired, b.fired)
             assert np.array_equal(a.threshold, b.threshold, equal_nan=True)
 
+    def test_of_other_series_is_refused_and_changes_nothing(self, baseline: Baseline) -> None:
+        state, other = baseline.state(2), baseline.state(3)
+        for value in (1.0, 2.0):
+            state.judge(np.array([value, value]))
+            other.judge(np.array([value, value, value]))
+        before = json.dumps(state.state_dict())
+        good = state.state_dict()
+        for name in good:
+            for bad in (other.state_dict()[name], "x", None):
+                with pytest.raises((TypeError, ValueError)):
+                    state.load_state_dict({**good, name: bad})
+                assert json.dumps(state.state_dict()) == before
+
     def test_new_series_begin_their_own_warm_up(self, baseline: Baseline) -> None:
         state = baseline.state(1)
         for _ in range(200):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from seismograd import RunStore, watch
 from seismograd.controls import LayerClip
 from seismograd.demo.faults import PlantedFault
 from seismograd.demo.trainer import EngineGRPOTrainer
+from seismograd.gradloc import Incident
 from tests import tiny
 from tests.test_controls_hook import Shaking, events, series, shaken
 from tests.test_plain import Loop
@@ -42,6 +44,32 @@ def test_code_after_the_clip_still_finds_the_gradients_of_a_skipped_step(tmp_pat
     assert acted(folder) == ["step 20: layerclip skips the step: its gradient is not finite"]
     assert {series(folder, "layerclip_scale", layer=layer)[20] for layer in ("embedding", "1", "head")} == {0.0}
     assert all(p.isfinite().all() for p in loop.model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", [None, object()])
+def test_without_the_optimizer_no_step_is_said_to_be_skipped(tmp_path: Path, optimizer: Any) -> None:
+    plain, loop = Shaking(at=20, size=math.nan), Shaking(at=20, size=math.nan)
+    plain.train(24)
+    with watch(model=loop.model, optimizer=optimizer, runs=tmp_path, name="run", controls=ON) as run:
+        loop.run = run
+        loop.train(24)
+    folder = tmp_path / "run"
+    assert tiny.fingerprint(loop.model) == tiny.fingerprint(plain.model)  # nothing was skipped
+    assert acted(folder) == []
+    said = [e.message for e in events(folder, "degraded") if "cannot skip" in e.message]
+    assert len(said) == 1
+    assert "watch(optimizer=...)" in said[0]
+    incidents = [Incident.from_json(path.read_text()) for path in (folder / "incidents").glob("*.json")]
+    assert incidents
+    assert not any(incident.controls["layerclip"]["acted"] for incident in incidents)
+
+
+def test_without_the_optimizer_layers_are_clipped_all_the_same(tmp_path: Path) -> None:
+    loop = Shaking(at=20)
+    with watch(model=loop.model, runs=tmp_path, name="run", controls=ON) as run:
+        loop.run = run
+        loop.train(21)
+    assert [message.split(" (")[0] for message in acted(tmp_path / "run")] == ["step 20: layerclip clips 1"]
 
 
 def test_a_scaler_that_never_unscales_survives_an_overflow(tmp_path: Path) -> None:
@@ -102,6 +130,104 @@ def test_a_state_that_cannot_be_read_begins_anew(tmp_path: Path) -> None:
         run.load_state_dict({**run.state_dict(), "controls": {"switches": {}}})
         assert run.controls["layerclip"] == "armed"
     assert "begin anew" in events(tmp_path / "run", "degraded")[0].message
+
+
+def without(state: dict[str, Any], *path: str) -> dict[str, Any]:
+    """A saved state that lacks what is at the end of the path."""
+    name, *rest = path
+    if rest:
+        return {**state, name: without(state[name], *rest)}
+    return {key: value for key, value in state.items() if key != name}
+
+
+def trained_state(tmp_path: Path, loop: Loop, steps: int, **settings: Any) -> dict[str, Any]:
+    with watch(model=loop.model, optimizer=loop.optimizer, runs=tmp_path, name="first", **settings) as run:
+        loop.run = run
+        loop.train(steps)
+        state: dict[str, Any] = json.loads(json.dumps(run.state_dict()))
+    return state
+
+
+@pytest.mark.parametrize("lacking", ["recent", "own", "next", "switches"])
+def test_controls_that_begin_anew_learn_anew(tmp_path: Path, lacking: str) -> None:
+    state = trained_state(tmp_path, Loop(), 20)
+    if lacking == "switches":
+        state["controls"]["switches"]["layerclip"]["state"] = "NONSENSE"
+    else:
+        state = without(state, "controls", "layerclip", "usual", lacking)
+    loop = Shaking(at=19)
+    with watch(model=loop.model, optimizer=loop.optimizer, runs=tmp_path, name="run") as run:
+        loop.run = run
+        loop.train(2)  # its own, which is gone too
+        run.load_state_dict(state)
+        loop.train(16)
+        loop.train(3)
+        assert run.controls["layerclip"] == "on"
+    folder = tmp_path / "run"
+    (said,) = [e.message for e in events(folder, "degraded") if "begin anew" in e.message]
+    assert said == (
+        "the saved state of the controls (KeyError) cannot be read: they begin anew; the rest is taken over"
+    )
+    assert events(folder, "fault") == []
+    assert [e.step for e in events(folder, "control")] == [19]
+
+
+def test_norms_of_a_state_whose_switches_cannot_be_read_are_not_taken_over(tmp_path: Path) -> None:
+    state = trained_state(tmp_path, Loop(), 20, controls=ON)
+    state["controls"]["switches"]["layerclip"]["state"] = "NONSENSE"
+    loop = Shaking(at=3)  # where what the state knows would have it clipped
+    with watch(model=loop.model, optimizer=loop.optimizer, runs=tmp_path, name="run", controls=ON) as run:
+        run.load_state_dict(state)
+        loop.run = run
+        loop.train(4)
+    assert acted(tmp_path / "run") == []
+    assert events(tmp_path / "run", "control") == []  # it is on by its mode, not by the state
+
+
+PARTS = ("the detection in the step", "the signals and counters", "the controls")
+
+
+@pytest.mark.parametrize(
+    ("state", "named"),
+    [
+        ({}, [f"{part} (missing)" for part in PARTS]),
+        (None, [f"{part} (missing)" for part in PARTS]),
+        ([1], [f"{part} (missing)" for part in PARTS]),
+        ({"step": {}}, [f"{PARTS[0]} (missing)"]),
+        ({"step": {"grad_norm": {}}}, [f"{PARTS[0]} (KeyError)"]),
+        ({"step": [1]}, [f"{PARTS[0]} (TypeError)"]),
+        ({"worker": {}}, [f"{PARTS[1]} (missing)"]),
+        ({"worker": {"spikes": {}}}, [f"{PARTS[1]} (KeyError)"]),
+        ({"worker": None, "controls": {}}, [f"{PARTS[1]} (missing)", f"{PARTS[2]} (missing)"]),
+    ],
+)
+def test_parts_of_a_state_that_cannot_be_read_begin_anew(tmp_path: Path, state: Any, named: list[str]) -> None:
+    first = Loop()
+    saved = trained_state(tmp_path, first, 15)
+    whole = not isinstance(state, dict) or not state
+    with watch(model=first.model, optimizer=first.optimizer, runs=tmp_path, name="run") as run:
+        fresh = run.state_dict()
+        run.load_state_dict(saved)  # so that what cannot be read has something to lose
+        run.load_state_dict(state if whole else {**saved, **state})
+        after = run.state_dict()
+        first.run = run
+        first.train(3)
+    lost = [part for part, words in zip(("step", "worker", "controls"), PARTS, strict=True) if words in str(named)]
+    for part in ("step", "worker", "controls"):
+        assert after[part] == (fresh if part in lost else saved)[part]
+    (said,) = [e.message for e in events(tmp_path / "run", "degraded") if "begin anew" in e.message]
+    rest = "" if len(named) == 3 else "; the rest is taken over"
+    assert said == f"the saved state of {', '.join(named)} cannot be read: they begin anew{rest}"
+    assert events(tmp_path / "run", "fault") == []
+
+
+def test_a_state_of_a_version_without_controls_is_taken_over(tmp_path: Path) -> None:
+    loop = Loop()
+    saved = trained_state(tmp_path, loop, 5)
+    with watch(model=loop.model, optimizer=loop.optimizer, runs=tmp_path, name="run") as run:
+        run.load_state_dict(without(saved, "controls"))
+        assert run.state_dict()["step"] == saved["step"]
+    assert events(tmp_path / "run", "degraded") == []
 
 
 def test_one_that_has_failed_counts_as_looking_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,21 @@ def test_state_survives_a_checkpoint() -> None:
     assert after.judge(40, spiked) == whole.judge(40, spiked) != []
 
 
+def test_a_state_that_cannot_be_read_changes_nothing() -> None:
+    detector, other = Detector(RULES), Detector(RULES)
+    for step in range(40):
+        detector.judge(step, norms({"all": 1.0, "0": 0.5}))
+        other.judge(step, norms({"all": 3.0, "0": 2.0}))
+    before = json.dumps(detector.state_dict())
+    good = json.loads(json.dumps(other.state_dict()))
+    for name, bad in (("series", [["0", "all"], ["1", "all"]]), ("state", {}), ("last_spike", "never")):
+        with pytest.raises((LookupError, ValueError)):
+            detector.load_state_dict({**good, "layer_grad_norm": {**good["layer_grad_norm"], name: bad}})
+        assert json.dumps(detector.state_dict()) == before
+    detector.reset()
+    assert detector.state_dict() == Detector(RULES).state_dict()
+
+
 def test_rules_are_consistent() -> None:
     assert len({r.signal for r in RULES}) == len(RULES)
     for r in RULES:

@@ -265,6 +265,9 @@ def test_a_state_of_another_number_of_layers_serves_those_that_are_still_there()
         ({"reference": "median"}, "reference='median'"),
         ({"factor": 1.0}, "factor=1.0"),
         ({"factor": math.nan}, "factor=nan"),
+        ({"factor": math.inf}, r"factor=inf\): give a finite number above 1"),
+        ({"half_life": True}, "half_life=True"),
+        ({"groups": "x"}, r"groups='x'\): give True or False"),
         ({"warmup": 1}, "warmup=1"),
         ({"warmup": 200}, "window=128"),
         ({"half_life": 0}, "half_life=0"),
@@ -274,3 +277,25 @@ def test_a_state_of_another_number_of_layers_serves_those_that_are_still_there()
 def test_settings_that_cannot_be(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         LayerClip(net(), **wrong)
+
+
+@pytest.mark.parametrize("reference", ["peers", "history"])
+def test_a_state_that_cannot_be_read_changes_nothing(reference: Any) -> None:
+    over, rng = grouping(5), np.random.default_rng(0)
+    clip, same = (LayerClip(net(5), reference=reference, warmup=4) for _ in range(2))
+    for _ in range(12):
+        norms = np.exp(rng.normal(0, 0.1, 5))
+        fed(clip, over, norms), fed(same, over, norms)
+    good = json.loads(json.dumps(clip.state_dict()))
+    for name in good["usual"]:
+        for bad in (None, "x", [], [[1.0]], [None] * 5):
+            broken = {**good, "usual": {**good["usual"], name: bad}}
+            if name == "logs" and bad == [[1.0]]:
+                continue  # of another window: begins anew
+            with pytest.raises((LookupError, TypeError, ValueError)):
+                clip.load_state_dict(broken)
+        with pytest.raises(KeyError):
+            clip.load_state_dict({**good, "usual": {k: v for k, v in good["usual"].items() if k != name}})
+    a, b = (fed(each, over, np.array([1.0, 1.0, 40.0, 1.0, 1.0])) for each in (clip, same))
+    assert a.clipped == b.clipped == ("2",)
+    assert np.array_equal(a.thresholds, b.thresholds)

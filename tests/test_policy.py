@@ -59,13 +59,25 @@ def test_by_environment() -> None:
         ({"layerclip.reference": "mean"}, r"controls\['layerclip\.reference'\]='mean'.*peers, history"),
         ({"layerclip.factor": 1}, r"controls\['layerclip\.factor'\]=1.*above 1"),
         ({"layerclip.factor": float("nan")}, r"controls\['layerclip\.factor'\]=nan"),
+        ({"layerclip.factor": float("inf")}, r"controls\['layerclip\.factor'\]=inf.*a finite number above 1"),
+        ({"layerclip.": "on"}, r"controls\['layerclip\.'\] is no setting"),
+        (
+            {"layerclip": "off", "layerclip.mode": "on"},
+            r"controls sets layerclip\.mode twice, to 'off' and to 'on': give one",
+        ),
+        ({"layerclip.mode": "on", "layerclip": "off"}, r"layerclip\.mode twice, to 'on' and to 'off'"),
         ({"layerclip.groups": 1}, r"controls\['layerclip\.groups'\]=1"),
         ({"layerclip.warmup": 0}, r"controls\['layerclip\.warmup'\]=0.*from 2 to 128"),
         ({"layerclip.hold": 0}, r"controls\['layerclip\.hold'\]=0.*at least 1"),
         ({"layerclip.hold": 1.5}, r"controls\['layerclip\.hold'\]=1\.5"),
         ({"tokenclip.method": "ppo"}, r"controls\['tokenclip\.method'\]='ppo'.*tis, icepop"),
         ({"tokenclip.cap": 0}, r"controls\['tokenclip\.cap'\]=0"),
-        ({"tokenclip.low": 5.0}, r"controls\['tokenclip\.low'\]=5\.0.*high is 5\.0"),
+        ({"tokenclip.cap": float("inf")}, r"controls\['tokenclip\.cap'\]=inf.*a finite number above 0"),
+        ({"tokenclip.low": 5.0}, r"\['tokenclip\.low'\]=5\.0 and .*\['tokenclip\.high'\]=5\.0.*low < high"),
+        ({"seqclip.high": 0.1}, r"\['seqclip\.low'\]=0\.5 and .*\['seqclip\.high'\]=0\.1.*low < high"),
+        ({"seqclip.high": float("inf")}, r"controls\['seqclip\.high'\]=inf.*a finite number"),
+        ({"seqclip.low": -1}, r"controls\['seqclip\.low'\]=-1.*at least 0"),
+        ({"seqclip.high": float("nan")}, r"controls\['seqclip\.high'\]=nan"),
         ({"seqclip.of": "max"}, r"controls\['seqclip\.of'\]='max'"),
         ({"seqclip.high": "2"}, r"controls\['seqclip\.high'\]='2'"),
         ({"cleanratio": "auto"}, r"controls\['cleanratio'\]='auto'.*a forward"),
@@ -78,7 +90,9 @@ def test_settings_that_cannot_be(given: Any, named: str) -> None:
         Config.resolve({"controls": given}, {})
 
 
-@pytest.mark.parametrize("text", ["layerclip", "layerclip=", "layerclip=auto,tokenclip", "layerclip=often"])
+@pytest.mark.parametrize(
+    "text", ["layerclip", "layerclip=", "layerclip=auto,tokenclip", "layerclip=often", "layerclip=off,layerclip=on"]
+)
 def test_an_environment_that_cannot_be(text: str) -> None:
     with pytest.raises(ConfigError):
         Config.resolve({}, {"SEISMOGRAD_CONTROLS": text})

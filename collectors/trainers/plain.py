@@ -61,6 +61,7 @@ class PlainLoop:
             if isinstance(inner, Optimizer):
                 self._handles.append(inner.register_step_pre_hook(self._before_optimizer))
                 self._handles.append(inner.register_step_post_hook(lambda *_: self._monitor.controls.give_back()))
+                monitor.controls.skips = True
             else:
                 self._run.degraded(
                     f"optimizer={type(inner).__name__} is no torch.optim.Optimizer: steps that do not call "

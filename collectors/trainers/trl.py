@@ -98,6 +98,7 @@ class GRPOAdapter:
             self._patches.append(Patch(trainer, "train", self._watched_train))
         self._callback = StepCallback(self, self._run)
         trainer.add_callback(self._callback)
+        monitor.controls.skips = True
 
     def detach(self) -> None:
         self._active = False
