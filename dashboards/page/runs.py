@@ -90,7 +90,7 @@ class RunsFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
+        self.path = Path(os.path.abspath(path))  # without "..", which no address may end with
         self._lock = threading.Lock()
         self._known: dict[Path, tuple[tuple[int, ...], Summary]] = {}
 
@@ -102,7 +102,8 @@ class RunsFolder:
     def stores(self) -> Iterator[tuple[str, Path]]:
         """Name and store of each run."""
         if self.single:
-            yield self.path.name, self.path / "run.db"
+            if self._inside(self.path / "run.db"):
+                yield self.path.name, self.path / "run.db"
             return
         try:
             entries = sorted(self.path.iterdir())
@@ -110,7 +111,7 @@ class RunsFolder:
             return
         for entry in entries:
             store = entry / "run.db"
-            if _is_file(store) and _addressable(entry.name) and self._inside(store):
+            if _addressable(entry.name) and _is_file(store) and self._inside(store):
                 yield entry.name, store
 
     def store(self, name: str) -> Path:
@@ -119,13 +120,10 @@ class RunsFolder:
         Raises:
             NoSuchRun: there is none of this name in the folder.
         """
-        if self.single and name == self.path.name:
-            return self.path / "run.db"
-        # A name is one component of a path, and what it leads to lies in the folder.
-        if not self.single and name not in ("", ".", "..") and not any(c in name for c in "/\\\0"):
-            store = self.path / name / "run.db"
-            if _is_file(store) and self._inside(store):
-                return store
+        store = self.path / "run.db" if self.single else self.path / name / "run.db"
+        known = name == self.path.name if self.single else _addressable(name)
+        if known and _is_file(store) and self._inside(store):
+            return store
         raise NoSuchRun(f"no run {name!r} in {self.path}")
 
     def summary(self, name: str) -> Summary:
@@ -174,8 +172,11 @@ class RunsFolder:
             if known is not None and known[0] == signature:
                 return known[1]
             made = _read(name, store)
-        except (StoreError, OSError, ValueError) as e:
+        except (StoreError, OSError) as e:
             return Summary(name, "unreadable", problem=str(e))
+        except Exception as e:  # what a damaged file may lead to has no end, and the other runs are to be seen
+            problem = f"{store}: damaged, not what seismograd has written ({type(e).__name__}: {e})"
+            return Summary(name, "unreadable", problem=problem)
         with self._lock:
             self._known[store] = signature, made
         return made
@@ -195,14 +196,14 @@ def _signature(store: Path) -> tuple[int, ...]:
 
 def _read(name: str, path: Path) -> Summary:
     with RunStore.read(path) as store:
-        started = store.meta().get("started")
+        started = _finite(store.meta().get("started"))
         counts = store.counts()
         values: dict[str, float | str] = {}
-        step, updated = None, float(started or 0.0)
+        step, updated = None, started or 0.0
         rows = sorted(store.blocks(after=store.last_row() - _RECENT), key=lambda block: int(block.ids[-1]))
         for block in rows:
             step = int(block.steps[-1])
-            updated = max(updated, float(block.times[-1]))
+            updated = max(updated, _finite(block.times[-1]) or 0.0)
         for key, series in SHOWN.items():
             found = [
                 (int(block.ids[-1]), float(block.values[-1, block.series.index(series)]))
@@ -214,7 +215,7 @@ def _read(name: str, path: Path) -> Summary:
                 values[key] = value if math.isfinite(value) else str(value)
         last = store.last_event()
         if last is not None:
-            updated = max(updated, last.time)
+            updated = max(updated, _finite(last.time) or 0.0)
     return Summary(
         name,
         "live",
@@ -229,8 +230,15 @@ def _read(name: str, path: Path) -> Summary:
     )
 
 
+def _finite(seconds: Any) -> float | None:
+    """A time, None where it is none."""
+    return float(seconds) if isinstance(seconds, (int, float)) and math.isfinite(seconds) else None
+
+
 def _addressable(name: str) -> bool:
-    """Whether an address can hold it: file systems take names that are no text."""
+    """Whether it is one component of a path that an address can hold: file systems take names that are no text."""
+    if name in ("", ".", "..") or any(c in name for c in "/\\\0"):
+        return False
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -50,16 +50,18 @@ class Access:
         token: that a request has to bring, or None.
 
     Raises:
-        ValueError: a host beyond loopback without a token; the message says why and what to do.
+        ValueError: a host beyond loopback without a token, or a token that is easily guessed or that a cookie cannot
+            hold; the message says why and what to do.
     """
 
     host: str
     token: str | None = None
 
     def __post_init__(self) -> None:
-        if self.token is not None and len(self.token) < 16:
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and len(self.token) >= 16):
             raise ValueError(
-                "--token: needs at least 16 characters; python -c 'import secrets; print(secrets.token_urlsafe())'"
+                "--token: needs at least 16 characters, all of them ASCII; python -c 'import secrets; "
+                "print(secrets.token_urlsafe())'"
             )
         if self.token is None and not is_loopback(self.host):
             raise ValueError(
@@ -145,6 +147,9 @@ class Guard:
         for origin in headers.getlist("origin"):
             if urlsplit(origin).netloc.lower() != hosts[0].lower():
                 return PlainTextResponse("Requests from other sites are refused.\n", 403)
+        # An image or a script of another site brings no Origin. A link from there may be followed.
+        if headers.get("sec-fetch-site") in ("cross-site", "same-site") and headers.get("sec-fetch-mode") != "navigate":
+            return PlainTextResponse("Requests from other sites are refused.\n", 403)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("Everything here is read-only.\n", 405, {"Allow": "GET, HEAD"})
         return self._without_token(scope, headers) if self._access.token is not None else None

@@ -74,6 +74,8 @@ class PageServer:
 
 
 def _bound(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise PortTaken(f"--port {port}: give a number up to 65535, or 0 for a free one")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
