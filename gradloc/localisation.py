@@ -87,9 +87,9 @@ def localize(
 def _check(replay: object, top_k: object, verified: object, grad_scale: object) -> None:
     """Raises ValueError where a setting cannot be; its message names the setting and the fix."""
     for name, value, least in (("top_k", top_k, 1), ("verified", verified, 0)):
-        if not isinstance(value, Integral) or isinstance(value, bool) or int(value) < least:
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
             raise ValueError(f"localize({name}={value!r}): give a whole number of at least {least}")
-    if not isinstance(grad_scale, Real) or isinstance(grad_scale, bool) or not 0 < float(grad_scale) < math.inf:
+    if isinstance(grad_scale, bool) or not isinstance(grad_scale, Real) or not 0 < float(grad_scale) < math.inf:
         raise ValueError(f"localize(grad_scale={grad_scale!r}): give a finite number above 0")
     if not (replay is None or isinstance(replay, nn.Module) or hasattr(replay, "norms")):
         raise ValueError(
