@@ -46,7 +46,7 @@ def page(browser: Browser) -> Iterator[Page]:
     """A page that must end without an error in its console and without a request to another machine."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, accept_downloads=True)
     made = context.new_page()
-    made.set_default_timeout(15_000)
+    made.set_default_timeout(60_000)
     watched = Watched(made)
     made.watched = watched  # type: ignore[attr-defined]
     yield made
@@ -223,7 +223,7 @@ def test_the_page_goes_on_after_the_server_restarted(page: Page, runs: Path) -> 
     for step in (6, 7, 8):
         writer.step(step, 20.0 + step)
     with serve(runs, port):
-        page.wait_for_function("() => document.querySelector('#chart-grad-norm .value').title === '28'", timeout=20_000)
+        page.wait_for_function("() => document.querySelector('#chart-grad-norm .value').title === '28'", timeout=90_000)
         expect(page.locator(".connection")).to_be_empty()
         rows = table(page, "grad-norm")
         assert [int(row[0]) for row in rows[1:]] == list(range(1, 9))
@@ -242,7 +242,7 @@ def test_a_run_that_begins_while_it_is_watched(page: Page, runs: Path) -> None:
         expect(page.locator(".headline")).to_have_text("Waiting for the first step")
         writer.step(1)
         writer.step(2, 42.0)
-        page.wait_for_function("() => document.querySelector('#chart-grad-norm .value')?.title === '42'", timeout=5000)
+        page.wait_for_function("() => document.querySelector('#chart-grad-norm .value')?.title === '42'", timeout=60_000)
 
 
 # -- zoom -----------------------------------------------------------------------------------------------------------

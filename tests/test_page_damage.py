@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -76,6 +77,46 @@ def test_one_damaged_run_hides_no_other(runs: Path, client: Client, damage: str)
         assert found["damaged"]["state"] in ("finished", "unreadable")
     elif found["damaged"]["state"] == "unreadable":
         assert "run.db" in found["damaged"]["problem"]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGE, *ODD_TIMES])
+@pytest.mark.parametrize("rest", ["", "/series?select=kl", "/baseline", "/events"])
+def test_a_damaged_run_is_answered_in_one_line(runs: Path, client: Client, damage: str, rest: str) -> None:
+    writer = Writer(runs, "damaged").steps(3)
+    writer.spike(2)
+    writer.finish()
+    {**DAMAGE, **ODD_TIMES}[damage](runs / "damaged" / "run.db")
+    status, _, body = client.ask(f"/api/v1/runs/damaged{rest}")
+    answer = json.loads(body)
+    assert status == 200 or "\n" not in answer["error"]
+    assert status in (200, 404, 500)
+
+
+@pytest.mark.parametrize("query", ["from=-1&points=1", "to=-5", "from=-9007199254740992", "from=1e3"])
+@pytest.mark.parametrize("what", ["series", "baseline"])
+def test_a_window_before_the_beginning_is_refused(runs: Path, client: Client, what: str, query: str) -> None:
+    """It would have been halved for ever."""
+    Writer(runs, "a").steps(3)
+    status, _, body = client.ask(f"/api/v1/runs/a/{what}?select=kl&{query}")
+    assert status == 400
+    assert json.loads(body)["error"].startswith(query.split("=")[0])
+
+
+@pytest.mark.parametrize("cursor", ["0-99999999999999999999", "-1-0", "x", "1", "1-2-3"])
+def test_a_cursor_that_cannot_be(runs: Path, client: Client, cursor: str) -> None:
+    Writer(runs, "a").steps(3)
+    status, _, body = client.ask(f"/api/v1/runs/a/live?select=kl&cursor={cursor}")
+    assert status == 400
+    assert json.loads(body)["error"].startswith("cursor: needs ROW-EVENT")
+
+
+def test_an_event_with_an_infinite_number_is_text(runs: Path, client: Client) -> None:
+    Writer(runs, "a").steps(1).spike(1)
+    changed("""UPDATE events SET data = '{"value": Infinity, "of": [NaN]}' WHERE kind = 'spike'""")(
+        runs / "a" / "run.db"
+    )
+    (event,) = client.run("a", "/events", ("kind", "spike"))["events"]
+    assert event["data"] == {"value": "inf", "of": ["nan"]}
 
 
 def test_the_own_folder_of_a_run_shows_no_store_from_elsewhere(runs: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
+import logging
+import sqlite3
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 
 from seismograd.dashboards.page import band, queries, story
 from seismograd.dashboards.page.columns import ColumnCache, Columns
-from seismograd.dashboards.page.live import Cursor, Stream, event_json
+from seismograd.dashboards.page.live import Cursor, Stream, event_json, plain_json
 from seismograd.dashboards.page.queries import QueryError, Selector, Window
 from seismograd.dashboards.page.runs import NoSuchRun, RunsFolder, summary_json
 from seismograd.dashboards.page.safety import INCIDENT_POLICY, Access, Guard
@@ -32,6 +33,10 @@ from seismograd.telemetry.store import RunStore, StoreError
 
 STATIC = Path(__file__).resolve().parent / "static"
 API = "/api/v1"
+DAMAGED = (sqlite3.Error, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+"""What a file raises that is no store of ours."""
+
+log = logging.getLogger("seismograd")
 _MOST_POINTS = 5000
 _LARGE = 1000  # bytes, from which an answer is compressed: pages are read through slow tunnels too
 
@@ -63,7 +68,13 @@ def application(runs: RunsFolder, access: Access, stopped: Callable[[], bool] = 
     return Starlette(
         routes=routes,
         middleware=[Middleware(Guard, access=access), Middleware(GZipMiddleware, minimum_size=_LARGE, compresslevel=1)],
-        exception_handlers={HTTPException: _http_error, NoSuchRun: _missing, StoreError: _missing, QueryError: _bad},
+        exception_handlers={
+            HTTPException: _http_error,
+            NoSuchRun: _missing,
+            StoreError: _missing,
+            QueryError: _bad,
+            **dict.fromkeys(DAMAGED, _damaged),
+        },
     )
 
 
@@ -92,7 +103,7 @@ class _Api:
                 "headline": story.headline(sentences, summary.step),
                 "findings": [story.sentence_json(sentence) for sentence in sentences],
                 "incidents": self._runs.incidents(name),
-                "config": _plain(meta.get("config", {})),
+                "config": plain_json(meta.get("config", {})),
                 "first_step": steps and steps[0],
                 "last_step": steps and steps[1],
                 "cursor": str(Cursor(row, numbered[-1][0] if numbered else 0)),
@@ -186,7 +197,11 @@ def _window(request: Request) -> Window:
     points = _whole(request, "points", 600)
     if points is None or not 0 <= points <= _MOST_POINTS:
         raise QueryError(f"points: needs a whole number from 0 (every step) to {_MOST_POINTS}")
-    return Window(_whole(request, "from", None), _whole(request, "to", None), points)
+    ends = {key: _whole(request, key, None) for key in ("from", "to")}
+    for key, step in ends.items():
+        if step is not None and step < 0:
+            raise QueryError(f"{key}: steps count from 0, got {step}")
+    return Window(ends["from"], ends["to"], points)
 
 
 def _whole(request: Request, key: str, default: int | None) -> int | None:
@@ -211,15 +226,6 @@ def _json(data: Any, status: int = 200) -> Response:
     return Response(text, status, media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-def _plain(x: Any) -> Any:
-    """Settings may be infinite (a bound that is not there): as text, JSON has no sign for it."""
-    if isinstance(x, dict):
-        return {key: _plain(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [_plain(value) for value in x]
-    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
-
-
 def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return _json({"error": error.detail}, error.status_code)
@@ -227,6 +233,14 @@ def _http_error(_: Request, error: Exception) -> Response:
 
 def _missing(_: Request, error: Exception) -> Response:
     return _json({"error": str(error)}, 404)
+
+
+def _damaged(request: Request, error: Exception) -> Response:
+    """Reading it has failed in a way that no store of ours leads to."""
+    log.warning("seismograd: %s cannot be answered", request.url.path, exc_info=error)
+    run = request.path_params.get("run")
+    what = "this" if run is None else f"run {run!r}"
+    return _json({"error": f"{what} cannot be read, its store is damaged ({type(error).__name__}: {error})"}, 500)
 
 
 def _bad(_: Request, error: Exception) -> Response:

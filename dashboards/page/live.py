@@ -7,6 +7,7 @@ connection sends the id back (Last-Event-ID), and goes on there. One that is too
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,10 @@ class Cursor:
         """Raises:
         ValueError: it is no ROW-EVENT.
         """
-        row, event = text.split("-")
-        return Cursor(int(row), int(event))
+        row, event = (int(number) for number in text.split("-"))
+        if max(row, event) >= 2**62:
+            raise ValueError(f"{text}: no store has so many")
+        return Cursor(row, event)
 
     def __str__(self) -> str:
         return f"{self.row}-{self.event}"
@@ -58,9 +61,18 @@ def event_json(number: int, event: Event) -> dict[str, Any]:
         "kind": event.kind,
         "message": event.message,
         "step": event.step,
-        "time": event.time,
-        "data": dict(event.data),
+        "time": plain_json(event.time),
+        "data": plain_json(dict(event.data)),
     }
+
+
+def plain_json(x: Any) -> Any:
+    """Numbers may be infinite (a bound that is not there): as text, JSON has no sign for it."""
+    if isinstance(x, dict):
+        return {key: plain_json(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [plain_json(value) for value in x]
+    return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 class Stream:
