@@ -106,7 +106,7 @@ def geometry_readings(found: Host) -> list[Reading]:
         ValueError: the replays were not those of the training forwards, so that nothing of it is believed.
     """
     cosine, floor, common, error = (float(x) for x in found)
-    if error > _SAME:
+    if not error <= _SAME:
         raise ValueError(f"the replayed log-probs are {error:.2g} nats off the training's: no gradient geometry")
     cosines = {"gradient_cosine": cosine, "gradient_cosine_floor": floor}
     readings = [Reading(name, value) for name, value in cosines.items() if math.isfinite(value)]
@@ -197,7 +197,8 @@ class _Receiver:
 
     def accepts(self, logp: Tensor) -> bool:
         """Always: whether the log-probs are the recorded ones is known on the device only."""
-        off = torch.where(self._batch.mask, (logp - self._batch.logp).abs().float(), 0.0)
+        counted = self._batch.mask & torch.isfinite(self._batch.logp)
+        off = torch.where(counted, (logp - self._batch.logp).abs().float(), 0.0)
         if off.numel():
             self.error = torch.maximum(self.error, off.max())
         return True

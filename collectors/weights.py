@@ -89,14 +89,14 @@ class Sample:
         drawn: of each its indices, (k,) int64 and rising, on its device; None for all.
         layers: L names.
         sizes: (L,) weights by layer.
-        layer: (K,) int64, of each sampled weight.
+        counts: (L,) sampled of them; K in all.
     """
 
     parameters: tuple[Tensor, ...]
     drawn: tuple[Tensor | None, ...]
     layers: tuple[str, ...]
     sizes: tuple[int, ...]
-    layer: Tensor
+    counts: tuple[int, ...]
 
     @classmethod
     def of(cls, trained: Sequence[tuple[str, Tensor]], sampled: int) -> Sample:
@@ -110,20 +110,20 @@ class Sample:
         found = [(layer, p) for layer, p in found if _local(p).numel()]
         layers = tuple(dict.fromkeys(layer for layer, _ in found))
         generator = torch.Generator().manual_seed(0)
-        parameters, drawn, sizes, numbers = [], [], [], []
-        for i, layer in enumerate(layers):
+        parameters, drawn, sizes, counts = [], [], [], []
+        for layer in layers:
             mine = [p for of, p in found if of == layer]
-            size = sum(_local(p).numel() for p in mine)
+            size, count = sum(_local(p).numel() for p in mine), 0
             for p in mine:
                 n = _local(p).numel()
                 k = min(n, -(-n * (sampled // len(layers)) // size))
                 index = torch.randint(n, (k,), generator=generator).sort().values.to(p.device) if k < n else None
                 parameters.append(p)
                 drawn.append(index)
-                numbers.append(torch.full((k,), i, device=parameters[0].device))
+                count += k
             sizes.append(size)
-        layer_of = torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64)
-        return cls(tuple(parameters), tuple(drawn), layers, tuple(sizes), layer_of)
+            counts.append(count)
+        return cls(tuple(parameters), tuple(drawn), layers, tuple(sizes), tuple(counts))
 
     def of_same(self, trained: Sequence[tuple[str, Tensor]]) -> bool:
         """Whether it was drawn from these parameters: a trainer may make its model anew."""
@@ -133,16 +133,14 @@ class Sample:
     def take(self, dtype: torch.dtype) -> Tensor:
         """(K,) int16, the bits of the sampled weights in a dtype of 16 bits."""
         if not self.parameters:
-            return self.layer.to(torch.int16)
+            return torch.empty(0, dtype=torch.int16)
         values = [_local(p) for p in self.parameters]
         chosen = [x.reshape(-1) if i is None else torch.take(x, i) for x, i in zip(values, self.drawn, strict=True)]
-        return torch.cat([x.to(self.layer.device, dtype) for x in chosen]).view(torch.int16)
+        return torch.cat([x.to(values[0].device, dtype) for x in chosen]).view(torch.int16)
 
     def changed(self, a: Tensor, b: Tensor) -> Tensor:
         """(L,) float32, by layer the share of the sample whose bits differ."""
-        counts = torch.zeros(2, len(self.layers), device=self.layer.device)
-        counts.index_add_(1, self.layer, torch.stack([(a != b).float(), torch.ones_like(a, dtype=torch.float32)]))
-        return counts[0] / counts[1]
+        return torch.stack([differs.float().mean() for differs in torch.split(a != b, list(self.counts))])
 
 
 def newest_sync(step: int, tokens: TokenTable | None) -> int | None:
