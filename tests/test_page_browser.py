@@ -242,7 +242,9 @@ def test_a_run_that_begins_while_it_is_watched(page: Page, runs: Path) -> None:
         expect(page.locator(".headline")).to_have_text("Waiting for the first step")
         writer.step(1)
         writer.step(2, 42.0)
-        page.wait_for_function("() => document.querySelector('#chart-grad-norm .value')?.title === '42'", timeout=60_000)
+        page.wait_for_function(
+            "() => document.querySelector('#chart-grad-norm .value')?.title === '42'", timeout=60_000
+        )
 
 
 # -- zoom -----------------------------------------------------------------------------------------------------------
