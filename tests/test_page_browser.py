@@ -20,6 +20,8 @@ from seismograd.telemetry.incidents import Culprit, Incident
 from tests.conftest import require
 from tests.pages import HOSTILE, Client, Writer, serve
 
+pytestmark = pytest.mark.alone  # a browser of several processes, and what it shows within two seconds
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
